@@ -56,7 +56,7 @@ class MemoryFile:
     fd: int
 
 
-def memory_file(byte_count: int, *, name: str = "memory", touch_threads: int = 0) -> MemoryFile:
+def memory_file(byte_count: int, *, name: str = "memory") -> MemoryFile:
     """Fresh memory in a file; `name` is shown in /proc."""
     _check_size(byte_count)
     if not hasattr(os, "memfd_create"):
@@ -74,9 +74,7 @@ def memory_file(byte_count: int, *, name: str = "memory", touch_threads: int = 0
             f"{format_bytes(byte_count)} of shared memory cannot be allocated: {error}"
         ) from error
     weakref.finalize(region, os.close, fd)
-    memory = _on_huge_pages(region)
-    touch(memory, touch_threads)
-    return MemoryFile(memory, fd)
+    return MemoryFile(_on_huge_pages(region), fd)
 
 
 def map_memory_file(

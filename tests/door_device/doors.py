@@ -221,8 +221,8 @@ class Doors:
             if self.host.wants_scores:
                 ranks = mine.eviction.rank_of.view(np.int16)
                 same(ranks, other.rank_of, f"rank_of of group {group}")
-        used = np.flatnonzero(here.sparse._row_of >= 0)
-        np.testing.assert_array_equal(away.sparse.slab.cpu().numpy()[used], here.sparse.slab[used])
+        used, slots = np.flatnonzero(here.sparse._row_of >= 0), here.sparse.slots_of(0)
+        np.testing.assert_array_equal(away.sparse.slab.cpu().numpy()[used], slots[used])
         for name in ("rows", "stored", "keyed"):
             same(getattr(here.latent, name), getattr(away.latent, name), f"host {name}")
         same(here.latent.keys.pages, away.latent.keys.pages, "host keys")

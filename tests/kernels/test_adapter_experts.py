@@ -105,7 +105,7 @@ def test_it_is_the_reference_but_for_the_codes_of_tokens(
 
 
 def test_tokens_that_codes_hold_are_exact(install: Any) -> None:
-    install("sgl_deep_gemm", StandIn())
+    install("deep_gemm", StandIn())
     adapter = deep_gemm_experts.load(CPU)
     case = case_of([3, 0, 2], torch.bfloat16)
     case.tokens[:5] = (case.tokens[:5] * 2).round().clamp(-4, 4)

@@ -77,7 +77,7 @@ SIZE = (3 << 20) + 17
 
 
 def test_a_memory_file_is_zeroed_and_seen_through_every_map():
-    made = memory_file(SIZE, touch_threads=2)
+    made = memory_file(SIZE)
     assert not made.memory.any()
     made.memory[-1] = 7
     theirs = map_memory_file(os.getpid(), made.fd, SIZE)

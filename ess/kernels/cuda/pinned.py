@@ -18,7 +18,7 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -31,7 +31,6 @@ from ess.kernels.memory import host_memory, touch
 from ess.units import align_up, format_bytes
 
 Bytes = npt.NDArray[np.uint8]
-Progress = Callable[[int, int], None]
 
 CHUNK_BYTES: Final = 64 << 30
 HALVED_BYTES_MIN: Final = 256 << 20
@@ -61,14 +60,9 @@ def pinned_memory(
 
 
 def register(
-    device: Device,
-    memory: Bytes,
-    *,
-    row_bytes: int,
-    chunk_bytes: int = CHUNK_BYTES,
-    progress: Progress | None = None,
+    device: Device, memory: Bytes, *, row_bytes: int, chunk_bytes: int = CHUNK_BYTES
 ) -> None:
-    """Until the memory is freed. `progress` is called with the bytes done and the bytes in all."""
+    """Until the memory is freed."""
     start = memory.__array_interface__["data"][0]
     if start % mmap.PAGESIZE or memory.nbytes % mmap.PAGESIZE:
         raise BadInput(f"memory at {start:#x} of {memory.nbytes} bytes is not whole pages")
@@ -80,8 +74,6 @@ def register(
                 done.append(begin)
                 device.pinned.add(begin, count)
                 _require_same_address(begin)
-                if progress is not None:
-                    progress(begin + count - start, memory.nbytes)
         keep_from_children(memory)
     except BaseException:
         _unregister(device, done)

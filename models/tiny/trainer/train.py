@@ -32,7 +32,7 @@ from ess.models.tiny.trainer.shape import ModelShape
 from ess.models.tiny.trainer.stages import STAGES, rate_factor
 from ess.models.tiny.trainer.team import Common, Team, gather_common
 
-STATE_FORMAT: Final = "ess-tiny-state-1"
+STATE_FORMAT: Final = "ess-tiny-state-2"
 REPORT_S: Final = 20.0
 STATE_S: Final = 180.0
 HELD_OUT_S: Final = 300.0
@@ -49,7 +49,6 @@ class TrainingPlace:
     step: int = 0
     sequences: int = 0
     active_s: float = 0.0
-    total_s: float = 0.0
     total_steps: int = 0
     tokens: int = 0
 
@@ -165,9 +164,8 @@ class Run:
             raise BadInput(f"the loss became {number} at step {place.step} of stage {stage.name}")
         wall_s = time.monotonic() - start
         if place.step >= COMPILING_STEPS:
-            active_s = self.team.active_s if self.common.flats.read.device.type == "cpu" else wall_s
-            place.active_s += active_s
-            place.total_s += active_s
+            on_cpu = self.common.flats.read.device.type == "cpu"
+            place.active_s += self.team.active_s if on_cpu else wall_s
         place.step += 1
         place.total_steps += 1
         place.sequences += stage.rows * stage.parts

@@ -78,7 +78,7 @@ def test_a_state_continues_as_if_nothing_had_happened(
     workers = Team(common)
     for step in range(2):
         workers.step(stage_at=0, step=step, first=4 * step, rates=(0.02, 2e-3))
-    place = train.TrainingPlace(step=2, sequences=8, total_s=1.5)
+    place = train.TrainingPlace(step=2, sequences=8, active_s=1.5)
     train.save_state(tmp_path / "state.safetensors", common, place)
     again = _common(small, tokens_path, seed=9)
     assert train.load_state(tmp_path / "state.safetensors", again) == place

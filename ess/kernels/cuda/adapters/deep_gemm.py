@@ -24,7 +24,7 @@ from ess.kernels.cuda.adapters.modules import Library, first_that, name_of
 from ess.layout import IndexCodec
 from ess.units import PAGE_ROWS, div_ceil
 
-MODULES: Final = ("deep_gemm", "sgl_deep_gemm")
+MODULES: Final = ("deep_gemm",)
 LOGITS: Final = ("fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits")
 FUNCTIONS: Final = ("get_paged_mqa_logits_metadata", "get_num_sms")
 CODEC: Final = IndexCodec()

@@ -23,7 +23,7 @@ from ess.kernels.merge import Partial, adapt
 from ess.layout import RowCodec
 from ess.units import PAGE_ROWS
 
-MODULES: Final = ("flash_mla", "sgl_flash_mla", "sgl_kernel.flash_mla")
+MODULES: Final = ("flash_mla", "sgl_kernel.flash_mla")
 FUNCTIONS: Final = ("flash_mla_with_kvcache", "get_mla_metadata")
 CODEC: Final = RowCodec()
 DIM: Final = CODEC.latent_dim + CODEC.rope_dim
