@@ -19,19 +19,18 @@ from ess.server.process.service import Service
 def begin_answer(
     request: Request,
     ask: Generated,
-    wishes: Sequence[SamplingWishes],
+    wanted: Sequence[SamplingWishes],
     prompts: Sequence[list[int]],
     *,
-    named: str | Sequence[str] | None,
-    has_names: bool = False,
+    named: str | None,
+    names: Sequence[str] = (),
 ) -> Answer:
-    """Hands the prompts to the engine. `wishes` are one for all prompts, or one for each. `named`
-    is the id of the request if its body has one, or has an id for each prompt. With `has_names`
-    each prompt has its own."""
+    """Hands the prompts to the engine. `named` is the id of the request if its body has one.
+    `names` are ids of the prompts, if they have their own."""
     service: Service = request.app.state.service
-    made = samplings(service, wishes, prompts)
+    made = samplings(service, wanted, prompts)
     pairs = [(each.prompt, each.sampling) for each in made]
-    call = begin(request, ask, pairs, named=named, has_names=has_names)
+    call = begin(request, ask, pairs, named=named, names=names)
     return Answer(service, call, [Generation(service.tokenizer, each.ending) for each in made])
 
 

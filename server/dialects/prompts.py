@@ -8,10 +8,10 @@ the form of the answer, and the ask without its texts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, Generic
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -50,6 +50,7 @@ from ess.server.process.bounds import (
 )
 from ess.units import counted
 
+T = TypeVar("T")
 COUNTS: Final = (
     ("messages", MESSAGES_MAX),
     ("logit_bias", BIASES_MAX),
@@ -90,6 +91,11 @@ class Prepared(Generic[Ask]):
     is_many: bool = False
     document: bytes = b""
     forms: Sequence[Forms] = (NO_FORMS,)
+
+    def each(self, given: Iterable[T]) -> list[T]:
+        """One for each prompt, from one for all prompts or one for each."""
+        made = list(given)
+        return made * len(self.prompts) if len(made) == 1 else made
 
 
 class PromptReader:
@@ -157,7 +163,7 @@ class PromptReader:
                 prepared.document = self._tokenize(ask)
             case schemas.DetokenizeAsk():
                 prepared.document = self._detokenize(ask)
-        prepared.prompts = self._truncated(schemas.sampled_of(ask), prepared.prompts)
+        prepared.prompts = self._truncated(prepared)
         for prompt in prepared.prompts:
             self._check_prompt(prompt, name=_name_of(ask))
         prepared.forms = forms_of(ask, self._style, self._tokenizer)
@@ -168,6 +174,8 @@ class PromptReader:
 
     def _completion(self, ask: schemas.CompletionAsk) -> list[list[int]]:
         given = schemas.read_texts(ask.prompt)
+        if not given:
+            raise BadInput("the prompt is an empty list: give at least one")
         add_special = ask.add_special_tokens is not False
         is_cut = ask.truncate_prompt_tokens is not None
         return self._encoded(given, where="prompt", add_special=add_special, is_cut=is_cut)
@@ -358,20 +366,19 @@ class PromptReader:
                 f" more than the {self._length_max:,} positions of the longest request"
             )
 
-    def _truncated(
-        self, parts: Mapping[str, msgspec.Struct], prompts: list[list[int]]
-    ) -> list[list[int]]:
-        """The last `truncate_prompt_tokens` of each; -1 means as many as the model takes."""
-        kept = []
-        for place, part in parts.items():
-            count = getattr(part, "truncate_prompt_tokens", None)
-            if count is not None and count != -1 and count < 1:
-                what = f"{place}truncate_prompt_tokens is {count}"
-                raise BadInput(f"{what}; must be at least 1, or -1 for all")
-            kept.append(self._length_max - 1 if count == -1 else count or 0)
-        if len(kept) == 1:
-            kept *= len(prompts)
-        return [prompt[-count:] for prompt, count in zip(prompts, kept, strict=True)]
+    def _truncated(self, prepared: Prepared[Any]) -> list[list[int]]:
+        parts = prepared.each(schemas.sampled_of(prepared.ask).items())
+        kept = zip(prepared.prompts, parts, strict=True)
+        return [prompt[-self._kept_count(place, part) :] for prompt, (place, part) in kept]
+
+    def _kept_count(self, place: str, part: msgspec.Struct) -> int:
+        """The last `truncate_prompt_tokens` are kept; -1 means as many as the model takes, and the
+        result 0 means all."""
+        count = getattr(part, "truncate_prompt_tokens", None)
+        if count is not None and count != -1 and count < 1:
+            what = f"{place}truncate_prompt_tokens is {count}"
+            raise BadInput(f"{what}; must be at least 1, or -1 for all")
+        return self._length_max - 1 if count == -1 else count or 0
 
     def _check_prompt(self, prompt: Sequence[int], *, name: str) -> None:
         if not prompt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -71,18 +72,17 @@ class Choice(NamedTuple):
 
 
 def samplings(
-    service: Service, wishes: Sequence[SamplingWishes], prompts: Sequence[list[int]]
+    service: Service, wanted: Sequence[SamplingWishes], prompts: Sequence[list[int]]
 ) -> list[Choice]:
-    """The choices of a prompt stand together, each with its own seed. `wishes` are one for all
-    prompts, or one for each, with the same `n`."""
-    groups = [prompts] if len(wishes) == 1 else [[prompt] for prompt in prompts]
-    made = []
-    for wanted, group in zip(wishes, groups, strict=True):
+    """The choices of a prompt stand together, each with its own seed. The wishes for all prompts
+    have the same `n`."""
+    made: list[Choice] = []
+    for wishes, pairs in groupby(zip(wanted, prompts, strict=True), key=lambda pair: pair[0]):
         try:
-            _check_count(service.limits.choices_max, wanted, len(prompts))
-            made += _choices(service, wanted, group)
+            _check_count(service.limits.choices_max, wishes, len(prompts))
+            made += _choices(service, wishes, [prompt for _, prompt in pairs])
         except BadInput as error:
-            raise BadInput(_in_words_of_client(str(error), wanted.names)) from None
+            raise BadInput(_in_words_of_client(str(error), wishes.names)) from None
     return _prompts_alone(made) if service.split.role == "prefill" else made
 
 
@@ -133,8 +133,6 @@ def _choices(
 
 
 def _check_count(most: int, wanted: SamplingWishes, prompt_count: int) -> None:
-    if not prompt_count:
-        raise BadInput("the prompt is an empty list: give at least one")
     if prompt_count > most:
         where = wanted.names.get("prompt", "prompt")
         raise BadInput(f"{where} has {prompt_count:,} prompts; at most {most} fit in one request")

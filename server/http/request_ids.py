@@ -65,12 +65,12 @@ def begin(
     ask: Generated,
     prompts: Sequence[tuple[list[int], Sampling]],
     *,
-    named: str | Sequence[str] | None,
-    has_names: bool = False,
+    named: str | None,
+    names: Sequence[str] = (),
 ) -> Call:
     """Hands the prompts to the engine under the id in the body, or else in the header, and with the
-    rows' destination or origin if a router has named one. A body may have an id for each prompt;
-    with `has_names` each gets its own, ID_0, ID_1 ..., if the body has not."""
+    rows' destination or origin if a router has named one. `names` are ids of the prompts, if they
+    have their own; all choices of a prompt have its id."""
     service: Service = request.app.state.service
     priority = ask.priority or 0
     if abs(priority) > PRIORITY_MAX:
@@ -79,17 +79,15 @@ def begin(
         _check_names(field, getattr(ask, field, None))
     if ask.session_id:
         request.state.session_id = ask.session_id
-    if isinstance(named, str) and named:
+    if named:
         request.state.request_id = named
-    count = len({id(prompt) for prompt, _ in prompts})
-    if has_names and not isinstance(named, list):
-        named = [f"{request.state.request_id}_{place}" for place in range(count)]
-    names = _names_of_all(request, prompts, named) if isinstance(named, list) else ()
-    leg = leg_of(request, ask, count)
+    own = dict.fromkeys(id(prompt) for prompt, _ in prompts)
+    leg = leg_of(request, ask, len(own))
+    name_of = dict(zip(own, names, strict=bool(names)))
     call = service.begin(
         request.state.request_id,
         prompts,
-        names=names,
+        names=[name_of[id(prompt)] or request.state.request_id for prompt, _ in prompts if names],
         priority=priority,
         salt=_salt(ask),
         handoffs=leg.handoffs,
@@ -104,17 +102,6 @@ def _check_names(field: str, given: str | Sequence[str] | None) -> None:
     for name in [given] if isinstance(given, str) else given or ():
         if name and not NAME.fullmatch(name.encode(errors="replace")):
             raise BadInput(f"{field} must be 1 to {NAME_CHARS_MAX} visible ASCII characters")
-
-
-def _names_of_all(
-    request: Request, prompts: Sequence[tuple[list[int], Sampling]], named: Sequence[str]
-) -> Sequence[str]:
-    """The ids of the prompts; all choices of a prompt have its id."""
-    own = dict.fromkeys(id(prompt) for prompt, _ in prompts)
-    if len(named) != len(own):
-        raise BadInput(f"rid must be a text, or a list of {len(own):,}: an id for each prompt")
-    name_of = dict(zip(own, named, strict=True))
-    return [name_of[id(prompt)] or request.state.request_id for prompt, _ in prompts]
 
 
 def _salt(ask: Generated) -> str:

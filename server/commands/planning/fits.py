@@ -41,17 +41,17 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_unmeasured(model: str) -> bool:
-    """Whether a model has a published configuration alone, and no operator tables. BadInput for a
-    model that has neither."""
-    if model in FAMILIES:
-        return False
-    if model in PUBLISHED:
-        return True
-    fitting = ", ".join(name for name in PUBLISHED if name not in FAMILIES)
-    raise BadInput(
-        f"no operator tables for {model!r}; there are {', '.join(FAMILIES)}, and for what fits, "
-        f"without times, {fitting}"
-    )
+    """Whether a model has a published configuration alone, and no operator tables."""
+    return model in PUBLISHED and model not in FAMILIES
+
+
+def check_planned(model: str) -> None:
+    """Refuses a model that has neither operator tables nor a published configuration."""
+    if model not in FAMILIES and model not in PUBLISHED:
+        raise BadInput(
+            f"no operator tables for {model!r}; there are {', '.join(FAMILIES)}, and for what fits,"
+            f" without times, {', '.join(filter(is_unmeasured, PUBLISHED))}"
+        )
 
 
 def fit(

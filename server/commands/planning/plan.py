@@ -231,6 +231,7 @@ def plan(
     """
     decode, tiers, nodes = decode or DecodeFlags(), tiers or TierFlags(), nodes or NodeFlags()
     console.check_file("--html", html)
+    fits.check_planned(decode.model)
     if fits.is_unmeasured(decode.model):
         stages = {"--pp-size": pp_size, "--pp-layer-partition": pp_layer_partition, "--html": html}
         stages["--what-if"] = what_if or None

@@ -41,7 +41,9 @@ async def completions(request: Request) -> Response:
         prompt_logprobs=_prompt_logprobs(ask),
         forms=prepared.forms[0],
     )
-    grown = begin_answer(request, ask, [wanted], prompts, named=ask.rid or ask.request_id)
+    grown = begin_answer(
+        request, ask, prepared.each([wanted]), prompts, named=ask.rid or ask.request_id
+    )
     shape = CompletionShape(service, ask, grown, prompts)
     writer = CompletionWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)

@@ -17,7 +17,9 @@ from ess.server.dialects.answers import begin_answer
 from ess.server.dialects.forms.asked import Forms
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs, token_text
+from ess.server.dialects.prompts import Prepared
 from ess.server.dialects.routes.completions import has_usage, usage, usage_of_chunk
+from ess.server.dialects.schemas import sglang_samplings
 from ess.server.dialects.streaming import Answer, Writer, event, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.responses import JSON
@@ -32,22 +34,36 @@ async def generate(request: Request) -> Response:
     prepared = await read(request, schemas.GenerateAsk)
     ask, prompts = prepared.ask, prepared.prompts
     service.check_model(ask.model)
-    scores = _scores_of(ask, prompts)
-    parts, forms = list(schemas.sglang_samplings(ask).items()), prepared.forms
-    if len(parts) == 1 < len(set(scores)):
-        parts, forms = parts * len(prompts), [*forms] * len(prompts)
-    wishes = [
+    scores = _score_wishes(ask, prompts)
+    parts, forms = prepared.each(sglang_samplings(ask).items()), prepared.each(prepared.forms)
+    wanted = [
         _wanted(ask, sampling, form, score, place=place)
-        for (place, sampling), form, score in zip(parts, forms, scores, strict=False)
+        for (place, sampling), form, score in zip(parts, forms, scores, strict=True)
     ]
-    grown = begin_answer(request, ask, wishes, prompts, named=ask.rid, has_names=prepared.is_many)
+    named = ask.rid if isinstance(ask.rid, str) else None
+    names = _names(request, ask, prepared)
+    grown = begin_answer(request, ask, wanted, prompts, named=named, names=names)
     is_many = prepared.is_many or len(grown.generations) > 1
-    shape = GenerateShape(ask, grown, prompts, scores, is_many=is_many)
+    alone = [is_prompt_alone(sampling) for _, sampling in parts]
+    shape = GenerateShape(ask, grown, prompts, scores, alone, is_many=is_many)
     writer = GenerateWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)
 
 
-class Scores(NamedTuple):
+def _names(
+    request: Request, ask: schemas.GenerateAsk, prepared: Prepared[schemas.GenerateAsk]
+) -> Sequence[str]:
+    """The ids of the prompts where each has its own: those of the body, or ID_0, ID_1 ..."""
+    count = len(prepared.prompts)
+    if isinstance(ask.rid, list):
+        if len(ask.rid) != count:
+            raise BadInput(f"rid must be a text, or a list of {count:,}: an id for each prompt")
+        return ask.rid
+    own = ask.rid or request.state.request_id
+    return [f"{own}_{place}" for place in range(count) if prepared.is_many]
+
+
+class ScoreWishes(NamedTuple):
     """Which log probabilities a client wants of a prompt: those of its answer's tokens, each with
     the `top` likeliest, and those of its own tokens from `start` on. None is for none."""
 
@@ -55,7 +71,7 @@ class Scores(NamedTuple):
     start: int | None
 
 
-def _scores_of(ask: schemas.GenerateAsk, prompts: Sequence[list[int]]) -> list[Scores]:
+def _score_wishes(ask: schemas.GenerateAsk, prompts: Sequence[list[int]]) -> list[ScoreWishes]:
     """For each prompt. A start behind its last token, or of -1, is for none of its tokens."""
     count = len(prompts)
     wanted = _each("return_logprob", ask.return_logprob, count)
@@ -70,7 +86,7 @@ def _scores_of(ask: schemas.GenerateAsk, prompts: Sequence[list[int]]) -> list[S
             has = counted(len(prompt), "token")
             raise BadInput(f"logprob_start_len is {start:,}, the prompt has {has}")
         is_inside = 0 <= start < len(prompt)
-        scores.append(Scores((top or 0) if is_wanted else None, start if is_inside else None))
+        scores.append(ScoreWishes((top or 0) if is_wanted else None, start if is_inside else None))
     return scores
 
 
@@ -94,7 +110,7 @@ def _wanted(
     ask: schemas.GenerateAsk,
     sampling: schemas.SglangSampling,
     forms: Forms,
-    scores: Scores,
+    scores: ScoreWishes,
     *,
     place: str,
 ) -> sampling_params.SamplingWishes:
@@ -144,7 +160,8 @@ class GenerateShape:
         ask: schemas.GenerateAsk,
         grown: Answer,
         prompts: Sequence[list[int]],
-        scores: Sequence[Scores],
+        scores: Sequence[ScoreWishes],
+        alone: Sequence[bool],
         *,
         is_many: bool,
     ) -> None:
@@ -153,8 +170,7 @@ class GenerateShape:
         self.prompts = prompts
         self.scores = scores
         self.is_many = is_many
-        alone = [is_prompt_alone(each) for each in schemas.sglang_samplings(ask).values()]
-        self._alone = alone * len(prompts) if len(alone) == 1 else alone
+        self._alone = alone
         self._lists: defaultdict[tuple[int, str], GrowingList] = defaultdict(GrowingList)
 
     def whole(self) -> Any:
