@@ -104,10 +104,10 @@ class Fronts:
                 Shelf(start.folder, count=start.count, front=start.front, life=start.life).close()
             if all(line == "drain" for line in self._last_words):  # not at the end of all
                 self._link.front_lost(start.front)
+                await self._stand_in_at(start.listener)
             if self._last_words:
                 return
             console.note(f"ess: server process {start.front} is gone: {how}; another starts")
-            await self._stand_in_at(start.listener)
             is_calm = asyncio.get_running_loop().time() - began_s > CALM_S
             wait_s = AGAIN_S if is_calm else wait_s
             await asyncio.sleep(wait_s)

@@ -83,8 +83,9 @@ async def let_out(server: uvicorn.Server, clock: Clock) -> None:
 
 
 async def refresh_files(server: uvicorn.Server) -> None:
-    """Reads files of keys and certificates that have changed, as uvicorn does every few seconds."""
-    if server.config.callback_notify is not None:
+    """Reads files of keys and certificates that have changed, as uvicorn does every few seconds,
+    first when it has started: a server that has not can use no certificate yet."""
+    if server.config.callback_notify is not None and server.started:
         await server.config.callback_notify()
 
 

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from ess.engine.process.messages import Ready
 from ess.server.commands.start.front import Front
+from ess.server.process.child import Child, End
 from ess.server.process.engines.engine_state import EngineState
+from ess.server.process.fronts import Fronts, Start
 from ess.server.process.requests.open_calls import FrontPlace
 from tests.server.harness import until
 from tests.server.test_dashboard import metrics
@@ -258,3 +261,34 @@ def test_a_process_accepts_connections_once_its_engine_is_ready(how: str):
 
     asyncio.run(act())
     assert served == ([["its listener"]] if how == "ready" else [])
+
+
+def test_the_first_process_accepts_for_one_that_ends_in_a_drain(monkeypatch: pytest.MonkeyPatch):
+    """What connects to it would wait for an answer until the end of all."""
+    took = []
+
+    class Ended:
+        async def ended(self) -> End:
+            fronts.drain()
+            return End("its process was ended by SIGKILL", is_by_code=False)
+
+        def tell(self, line: str) -> None:
+            pass
+
+    async def start(program: str, told: Start, *, descriptors: list[int]) -> Ended:
+        took.clear()
+        return Ended()
+
+    async def take(listener: int) -> None:
+        took.append(listener)
+
+    async def act() -> None:
+        fronts.start()
+        await asyncio.gather(*fronts._keepers)
+
+    monkeypatch.setattr(Child, "start", start)
+    link = SimpleNamespace(front_lost=lambda front: None)
+    first = Start(told=msgspec.Raw(b"{}"), folder="here", listener=7, front=1, count=2)
+    fronts = Fronts("none", [first], link, SimpleNamespace(take=take))
+    asyncio.run(asyncio.wait_for(act(), 30.0))
+    assert took == [7]

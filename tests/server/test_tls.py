@@ -18,6 +18,7 @@ from ess.errors import BadInput
 from ess.server.commands.start.files.hidden_files import check_tls
 from ess.server.commands.start.http_config import uvicorn_config
 from ess.server.commands.start.settings import resolve
+from ess.server.process.lifecycle import QuietServer, refresh_files
 from tests.server.harness import PacedEngine, Served, saying
 from tests.support.process import READY_S, Process
 
@@ -64,6 +65,8 @@ def test_a_certificate_that_changes_is_shown_to_new_connections(
     given = {"tls_cert": f"{used}.crt", "tls_key": f"{used}.key"}
     with Served(PacedEngine(saying("one"))) as served:
         config = uvicorn_config(resolve(given, environment={}).settings, served.service)
+    certificate(used)
+    asyncio.run(refresh_files(QuietServer(config)))  # before it has started: it reads it then
     config.load()
     refresh = config.callback_notify
     assert config.ssl is not None
