@@ -9,6 +9,7 @@ import pytest
 from ess.kernels.cpu import native
 from tests.kernels.sets import ISAS
 from tests.support.built import needs_native
+from tests.support.few import few
 from tests.support.own_python import python
 
 HERE = Path(__file__).parent
@@ -23,11 +24,14 @@ ONLY = (
 @pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
-def test_every_set_of_instructions_agrees(isa: str) -> None:
-    """`avx512` named is without its bf16 products, so the four sets are all seen. What the widest
-    does without tiles is seen in test_tiles where this machine has some."""
+@pytest.mark.parametrize("every", few([5], all_of=[5, 1]))
+def test_every_set_of_instructions_agrees(isa: str, every: int) -> None:
+    """Of each function's cases every n-th. `avx512` named is without its bf16 products, so the four
+    sets are all seen. What the widest does without tiles is seen in test_tiles where this machine
+    has some."""
     if ISAS.index(isa) > ISAS.index(native.isa()):
         pytest.skip(f"this machine has no {isa}")
-    command = ("-m", "pytest", "-p", "no:cacheprovider", *FILES, "-m", "not slow", "-k", ONLY)
-    done = python(*command, timeout_s=600, ESS_ISA=isa)
+    plugins = ("-p", "no:cacheprovider", "-p", "tests.support.sampled")
+    command = ("-m", "pytest", *plugins, *FILES, "-m", "not slow", "-k", ONLY)
+    done = python(*command, timeout_s=600, ESS_ISA=isa, SAMPLED_EVERY=f"{every}")
     assert done.returncode == 0, done.stdout[-4000:]

@@ -77,7 +77,8 @@ def agrees(names: Sequence[str], every: int) -> None:
     """Of each function's cases every n-th one."""
     tests = [f"tests/kernels/test_{name}.py" for name in names]
     which = " or ".join(f"(test_{name}.py and {MOST[name]})" for name in names)
-    printed = run_interpreted(*tests, "-k", which, "-m", "not slow", INTERPRET_EVERY=f"{every}")
+    words = "-p", "tests.support.sampled", *tests, "-k", which, "-m", "not slow"
+    printed = run_interpreted(*words, SAMPLED_EVERY=f"{every}")
     assert re.search(r"\d+ passed", printed), printed
     assert "skipped" not in printed
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -78,16 +77,10 @@ tl.core.tuple.type.__set_name__(tl.core.tuple, "type")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Fewer similar cases, unless all are wanted: a device takes no time for it. Of each function's
-    cases only every INTERPRET_EVERY-th is run, the first one always."""
-    every, met = int(os.environ.get("INTERPRET_EVERY", "1")), Counter[str]()
-    for item in [*items]:
+    """Fewer similar values, unless all are wanted: a device takes no time for it."""
+    for item in items:
         if hasattr(item.module, "CAST_ROWS") and "INTERPRET_ALL" not in os.environ:
             item.module.CAST_ROWS = 512
-        name = item.nodeid.partition("[")[0]
-        if met[name] % every:
-            items.remove(item)
-        met[name] += 1
 
 
 def pytest_configure(config: Any) -> None:
