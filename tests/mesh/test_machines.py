@@ -17,6 +17,7 @@ import pytest
 
 from ess.models.load import load_model
 from tests.mesh.test_serve import POOL
+from tests.ranks.test_serve import streamed
 from tests.server.harness import until
 from tests.support.greedy import greedy
 from tests.support.kin import is_running, kin, told
@@ -36,6 +37,7 @@ ASKED = {
     "temperature": 0,
     "ignore_eos": True,
     "return_token_ids": True,
+    "stream": True,
 }
 
 
@@ -52,26 +54,21 @@ class Connection(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
 
-def asked(path: Path, method: str, url: str, body: object = None) -> tuple[int, dict]:
-    connection = Connection(path)
-    with contextlib.closing(connection):
-        text = None if body is None else json.dumps(body)
-        connection.request(method, url, text, {"content-type": "application/json"})
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read() or b"{}")
-
-
 def is_ready(path: Path) -> bool:
     try:
-        return asked(path, "GET", "/ready")[0] == 200
+        with contextlib.closing(Connection(path)) as connection:
+            connection.request("GET", "/ready")
+            return connection.getresponse().status == 200
     except OSError:
         return False
 
 
-def tokens(path: Path) -> list[int]:
-    status, document = asked(path, "POST", "/v1/completions", ASKED)
-    assert status == 200, document
-    return document["choices"][0]["token_ids"]
+def tokens(path: Path) -> Iterator[int]:
+    """Of a streamed answer, as they come."""
+    with contextlib.closing(Connection(path)) as connection:
+        words = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(ASKED), words)
+        yield from streamed(connection.getresponse())
 
 
 @contextlib.contextmanager
@@ -113,12 +110,14 @@ def test_the_tokens_of_one_process_and_again_when_a_machine_loses_one(tmp_path):
             node(first, *shape, "--uds", str(path)) as server,
         ):
             until(lambda: is_ready(path), "readiness", within_s=READY_S)
-            assert tokens(path) == expected
+            assert [*tokens(path)] == expected
             here, there = engines(server), engines(other)
             assert len(here) == len(there) == 2
             assert len(pools(here)) == len(pools(there)) == 1
             assert not pools(here) & pools(there), "a pool on two machines"
+            going = tokens(path)
+            first_two = [next(going), next(going)]
             os.kill(there[1], signal.SIGKILL)
-            until(lambda: not {*here} & {*engines(server)}, "another engine")
+            assert [*first_two, *going] == expected
+            assert not {*here} & {*engines(server)}, "a process has outlived its engine"
             until(lambda: is_ready(path), "readiness")
-            assert tokens(path) == expected

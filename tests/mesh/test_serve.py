@@ -13,7 +13,6 @@ from ess.kernels.mappings import mappings
 from ess.models.load import load_model
 from tests.ranks.test_serve import COUNT, PROMPT, tokens
 from tests.server.harness import until
-from tests.support.few import few
 from tests.support.greedy import greedy
 from tests.support.kin import is_running, kin, told
 from tests.support.process import Process
@@ -23,7 +22,8 @@ pytestmark = pytest.mark.slow
 POOL = f"/memfd:ess-{NAME}"
 FLAGS = ("--dtype", "f32", "--row", "f32", "--recover", "resume")
 CASES = [(2, 1, 2, 1), (1, 2, 4, 0), (2, 2, 1, 3)]
-"""Each process is a real start; of two stages of two, one is killed in `test_machines.py`."""
+"""Each process is a real start. Of two stages of two one is killed, with a stream under way, in
+`test_machines.py`; what all have mapped, `test_split.py` checks too."""
 
 
 def engines(process: Process) -> list[int]:
@@ -59,7 +59,8 @@ def files(pid: int) -> list[Path]:
     return [path for path in paths if os.readlink(path).startswith(POOL)]
 
 
-@pytest.mark.parametrize(("tp", "pp", "mtp", "victim"), few(CASES[:1], all_of=CASES))
+@pytest.mark.long
+@pytest.mark.parametrize(("tp", "pp", "mtp", "victim"), CASES)
 def test_one_text_from_several_processes_and_again_when_one_is_killed(tp, pp, mtp, victim):
     expected = greedy(load_model(form="f32"), PROMPT, COUNT)
     size = ("--tp-size", str(tp), "--pp-size", str(pp), "--mtp", str(mtp), "--host-bytes", "1GiB")

@@ -62,6 +62,11 @@ def tokens(url: str, count: int = COUNT) -> Iterator[int]:
         "POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"}
     )
     answer = connection.getresponse()
+    yield from streamed(answer)
+    connection.close()
+
+
+def streamed(answer: http.client.HTTPResponse) -> Iterator[int]:
     assert answer.status == 200, answer.read()
     for line in answer:
         if line.startswith(b"data: {"):
@@ -69,7 +74,6 @@ def tokens(url: str, count: int = COUNT) -> Iterator[int]:
             assert "error" not in event, event
             for choice in event["choices"]:
                 yield from choice.get("token_ids") or ()
-    connection.close()
 
 
 def test_two_ranks_answer_lose_one_another_and_end():
