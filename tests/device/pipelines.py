@@ -122,13 +122,12 @@ def test_a_cached_prefix_is_read_from_the_host():
     closed(pipe)
 
 
-DECODES = few([THERE], all_of=["cpu", THERE])
-"""That a host takes what stages on a device make is shown by real processes in `test_served.py`."""
-
-
-@pytest.mark.parametrize("decode", DECODES)
+@pytest.mark.long
+@pytest.mark.parametrize("decode", ["cpu", THERE])
 def test_answers_are_those_of_one_engine(decode):
-    """Chunks of any size, several prompts in a micro-batch, one that has a cached beginning."""
+    """Chunks of any size, several prompts in a micro-batch, one that has a cached beginning. That a
+    host takes what stages make is shown by real processes in `test_served.py`, that a device takes
+    what a device makes in `handoffs.py`."""
     prompts = [text(length, seed=9) for length in (1, 66, 300)]
     prompts.append(prompts[2][:200] + text(50))
     tier = Tier(3, mtp=2, decode=decode, device=THERE, sizes=Ragged())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from ess.models.load import EMBEDDED
 from ess.pool.disk.folder import SLAB
 from ess.pool.disk.tier import DiskTier
 from tests.model.grid import TOKEN_COUNT, checkpoint, expected, slot_bytes, text
+from tests.support.few import few
 from tests.support.manual_lane import ManualLane
 
 CASES = [("deepseek_v32", 1), ("deepseek_v32", 2), ("glm_moe_dsa", 1), ("glm_moe_dsa", 2)]
 CASES += [("dots3_note", 1), ("mistral_large4", 1)]
+LENGTHS = (64, 65, 128, 129, 130, 192, 193)
 
 
 def layout_of(name: str, mtp: int) -> ModelLayout:
@@ -93,8 +96,10 @@ def test_answers_are_alike_from_host_disk_and_neither(name: str, mtp: int, tmp_p
     eng.offload.close()
 
 
-@pytest.mark.parametrize("length", [64, 65, 128, 129, 130, 192, 193])
-@pytest.mark.parametrize("mtp", [1, 2])
+@pytest.mark.parametrize(
+    ("length", "mtp"),
+    few(zip(LENGTHS, (1, 2, 1, 2, 1, 1, 2), strict=True), all_of=product(LENGTHS, (1, 2))),
+)
 def test_whole_prompts_of_pages_come_back(length: int, mtp: int, tmp_path: Path) -> None:
     """A prompt of 64 n + 1 tokens has nothing left to prefill."""
     name = "deepseek_v32"

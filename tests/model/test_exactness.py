@@ -16,20 +16,29 @@ from ess.kernels.streams import Lane
 from ess.models.load import EMBEDDED, load_model
 from ess.models.model import Model
 from ess.models.plain import Plain
+from tests.families import test_covered
 from tests.model import grid
+from tests.support.few import few
 from tests.support.pairwise import all_pairs, pairs_of, pairwise
 
 CASES = pairwise(grid.FACTORS)
+TRAINED = [case for case in CASES if case["checkpoint"] == "embedded"]
+"""All settings of the model in the box. Two settings, and a setting and a random model, meet in
+`tests/families/test_covered.py`."""
 
 
 def test_every_pair_of_settings_meets():
     met = set().union(*(pairs_of(case) for case in CASES))
     assert met == all_pairs(grid.FACTORS)
     assert len(CASES) < 35
+    elsewhere = set().union(*map(pairs_of, (*TRAINED, *test_covered.WAYS)))
+    assert elsewhere >= met
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
+@pytest.mark.parametrize(
+    "case", few(TRAINED, all_of=CASES), ids=lambda case: "-".join(case.values())
+)
 def test_the_tokens_are_those_of_the_plain_model(case):
     assert grid.differences(case) == []
 

@@ -10,7 +10,8 @@ from tests.support import forked
 from tests.support.few import few
 
 SAMPLED = (
-    ("ess.kernels.merge", "ess.overlap.dba", "ess.overlap.tbo", "ess.pool.pages"),
+    ("ess.kernels.merge", "ess.overlap.dba"),
+    ("ess.overlap.tbo", "ess.pool.pages"),
     ("ess.pool.budget", "ess.pool.lru.specification"),
 )
 """Those of a line share a process, and with it what their tests import. All tests of a module run

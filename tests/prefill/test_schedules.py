@@ -88,7 +88,7 @@ def run(seed: int, *, steps: int = 250) -> World:
     return world
 
 
-@pytest.mark.parametrize("seed", few(range(6), all_of=range(12)))
+@pytest.mark.parametrize("seed", few(range(3), all_of=range(12)))
 def test_any_schedule_leaves_all_pools_alike_and_every_request_ended(seed):
     world = run(seed)
     reasons = {request.reason for request in world.requests}
@@ -96,12 +96,12 @@ def test_any_schedule_leaves_all_pools_alike_and_every_request_ended(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", few(range(100, 104), all_of=range(100, 200)))
+@pytest.mark.parametrize("seed", few(range(101, 103), all_of=range(100, 200)))
 def test_many_more_schedules(seed):
     run(seed, steps=600)
 
 
-@pytest.mark.parametrize("seed", range(20, 24))
+@pytest.mark.parametrize("seed", few((20, 21), all_of=range(20, 24)))
 def test_what_was_sent_is_what_one_engine_makes(seed):
     world = run(seed)
     layout = world.pipe.stages[-1].offload.layout
