@@ -107,7 +107,8 @@ UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
         "include_stop_str_in_output": "the answer ends before a stop string",
         "skip_special_tokens": "special tokens are left out",
         "return_bytes": "",
-        "return_prompt_token_ids": "give return_token_ids",
+        "return_prompt_token_ids": "completions and chats have return_token_ids",
+        "require_reasoning": "the form of an answer to /generate holds from its first token on",
         "session_params": "every request has its whole prompt",
         "previous_response_id": (
             "responses are not kept without --keep-responses, nor followed by a body of more than"

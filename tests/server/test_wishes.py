@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ess.server.dialects.unserved import OFF, UNSERVED
+from ess.server.dialects.unserved import DEFAULTS, OFF, UNSERVED
 from tests.server.harness import TOKENIZER, PacedEngine, Served, counting
 from tests.server.test_chat import allowed
 
@@ -93,7 +93,7 @@ SERVED_AT = {
     [(path, name) for path in BODIES for name in UNSERVED if name not in SERVED_AT[path]],
 )
 def test_what_is_known_and_not_served_is_refused_by_name(plain: Served, path, name):
-    wish = False if name.endswith("_reasoning") else ["x"]
+    wish = False if DEFAULTS.get(name) is True else ["x"]
     error = refusal(plain, path, with_field(path, name, wish))
     assert error["param"] == name
     assert error["message"].startswith(f"{name} is not ")
