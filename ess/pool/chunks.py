@@ -56,14 +56,14 @@ class Chunks:
 
     def blocks_in(self, chunks: npt.NDArray[np.int64], group: int) -> SlotIds:
         """The blocks that these chunks give to the group, if the group owns them."""
-        rows, layers = self._slab(group).chunk_rows, self.layout.groups[group]
+        rows, layers = self.slab(group).chunk_rows, self.layout.groups[group]
         within = blocks_of(0, rows, len(layers))
         blocks: SlotIds = (self._first_of[chunks][:, None] + within).reshape(-1)
         return blocks
 
     def slots_each(self, group: int) -> int:
         """How many slots one chunk gives to the group."""
-        rows, layers = self._slab(group).chunk_rows, self.layout.groups[group]
+        rows, layers = self.slab(group).chunk_rows, self.layout.groups[group]
         return len(blocks_of(0, rows, len(layers))) * PAGE_ROWS
 
     def counts(self) -> list[int]:
@@ -77,13 +77,13 @@ class Chunks:
         assert 0 <= group < self.layout.group_count, f"there is no group {group}"
         if self._most is not None:
             return self._most[group]
-        slab = self._slab(group)
+        slab = self.slab(group)
         return sum(slab.counts) - len(slab.groups) + 1
 
     def movable(self, source: int, target: int, count: int) -> list[npt.NDArray[np.int64]]:
         """The chunks that `source` may give to `target`, `count` together, the last ones first."""
         assert source != target, f"group {source} cannot give itself a chunk"
-        assert self._slab(source) is self._slab(target), f"rows of {source} and {target} differ"
+        assert self.slab(source) is self.slab(target), f"rows of {source} and {target} differ"
         chunks = np.flatnonzero(self._owner_of == source)[:0:-1]
         return list(chunks[: len(chunks) // count * count].reshape(-1, count))
 
@@ -96,5 +96,6 @@ class Chunks:
         owners = set(self._owner_of.tolist())
         assert owners == set(range(self.layout.group_count)), f"chunks are of groups {owners}"
 
-    def _slab(self, group: int) -> Slab:
+    def slab(self, group: int) -> Slab:
+        """Its counts are those of the start; their sum stays."""
         return self.slabs[self._slab_of[group]]

@@ -10,6 +10,7 @@ import pytest
 
 from ess.door import Offload
 from ess.door.handoff import geometry
+from ess.door.residency import budgets
 from ess.errors import BadInput
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.models.registry import read_config as parse_config
@@ -142,6 +143,26 @@ def test_chunks_stay_among_rows_of_their_size() -> None:
     sparse.check()
     with pytest.raises(AssertionError, match="rows of 0 and 1 differ"):
         sparse.move_chunks(0, 1)
+
+
+def test_a_small_slab_has_pieces_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window beside requests that keep all their rows in slots: a piece of the others' slab is
+    more than it has."""
+    monkeypatch.setattr(budgets, "PIECES", 8)
+    monkeypatch.setattr(budgets, "PIECES_EACH", 1)
+    layout = replace(MIXED, windows=(0, 0, 0, 32, 0), slot_floor=8192)
+    with Offload.create(
+        layout,
+        slot_bytes=200 * layout.chunk_bytes,
+        host_bytes=16 * layout.host_page_bytes,
+        length_max=8192,
+        query_max=8,
+    ) as door:
+        chunks = door._pools.sparse.chunks
+        assert [sum(slab.counts) for slab in chunks.slabs] == [90, 182, 5]
+        door.begin([door.open([1, 2], length_max=64)], query_counts=[1]).abandon()
+        assert door.rebalance() == 0
+        door.check()
 
 
 def bytes_at(runs: Runs) -> set[tuple[int, int, int]]:

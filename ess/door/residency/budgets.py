@@ -1,7 +1,8 @@
 """Budgets follow the live miss curves: now and then chunks of slots change their group.
 
 40 GiB of slots of DeepSeek-V3.2 are a million chunks, and what is decided takes as long as curves
-have points. So chunks move by pieces, of which there are about a thousand, or 16 for each group.
+have points. So chunks move by pieces, of which each slab has about a thousand, or 16 for each of
+its groups.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ class Budgets:
         floors = [self.floor(group) for group in range(len(curves))]
         sparse.begin_step()
         self._step = sparse.step
-        moved, piece = 0, self._piece
-        while moved < max(piece, chunk_count // SHARE):
+        moved = 0
+        while moved < max(1, chunk_count // SHARE):
             move = self._next_move(curves, floors)
-            if move is None or not sparse.move_chunks(*move, piece):
+            if move is None:
                 break
-            source = move[0]
+            source, piece = move[0], self._piece(move[0])
+            if not sparse.move_chunks(*move, piece):
+                break
             assert sparse.chunks.counts()[source] >= floors[source], f"group {source} is too small"
             moved += piece
         assert sum(sparse.chunks.counts()) == chunk_count, "a chunk was lost"
@@ -64,10 +67,10 @@ class Budgets:
 
     def _next_move(self, curves: list[Curve], floors: list[int]) -> tuple[int, int] | None:
         """The first move of a piece that pays, between groups with rows of one size."""
-        layout, piece = self.pools.layout, self._piece
-        counts = self.pools.sparse.chunks.counts()
+        layout, counts = self.pools.layout, self.pools.sparse.chunks.counts()
         for size in layout.row_sizes:
             groups = layout.size_groups(size)
+            piece = self._piece(groups[0])
             move = next_move(
                 [curves[group] for group in groups],
                 [counts[group] // piece for group in groups],
@@ -83,13 +86,13 @@ class Budgets:
     def _curves(self, misses: Counts) -> list[Curve]:
         """Rows per step that every group would fetch, over all its layers, by pieces."""
         sparse, layout = self.pools.sparse, self.pools.layout
-        step_count, piece = sparse.step - self._step, self._piece
-        counts = sparse.chunks.counts()
+        step_count, counts = sparse.step - self._step, sparse.chunks.counts()
         assert step_count > 0, f"{step_count} steps since budgets were looked at"
         assert (misses >= self._misses).all(), f"{misses} misses, {self._misses} before"
         curves = []
         for group, layers in enumerate(layout.groups):
             hits, each = sparse.hit_age(group), sparse.chunks.slots_each(group)
+            piece = self._piece(group)
             rest = counts[group] % piece
             curve = live_curve(
                 hits=(hits - self._hits[group]) / step_count,
@@ -97,7 +100,7 @@ class Budgets:
                 misses=float(misses[group] - self._misses[group]) / step_count,
                 slots=sparse.slot_count(group),
                 chunk=piece * each,
-                chunk_count=sum(counts) // piece,
+                chunk_count=sum(sparse.chunks.slab(group).counts) // piece,
                 first=rest * each,
             )
             most = (sparse.chunks.most(group) - rest) // piece
@@ -107,11 +110,10 @@ class Budgets:
         self._misses = misses.copy()
         return curves
 
-    @property
-    def _piece(self) -> int:
-        """Chunks that move together."""
-        group_count, chunks = self.pools.layout.group_count, self.pools.sparse.chunks
-        return max(1, sum(chunks.counts()) // max(PIECES, PIECES_EACH * group_count))
+    def _piece(self, group: int) -> int:
+        """Chunks of this group's slab that move together."""
+        slab = self.pools.sparse.chunks.slab(group)
+        return max(1, sum(slab.counts) // max(PIECES, PIECES_EACH * len(slab.groups)))
 
     def floor(self, group: int) -> int:
         """Chunks for the slots that running requests have reserved, and for a step's new rows."""
