@@ -25,17 +25,19 @@ from ess.units import PAGE_ROWS
 
 NO_NONCE: Final = bytes(NONCE_BYTES)
 HEARTBEAT_S: Final = 1.0
-LOST_S: Final = 5.0
+SILENT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """This boot of this worker, and the secret that it shares with its peers."""
+    """This boot of this worker, the secret that it shares with its peers, and for how long they may
+    send nothing before they count as lost."""
 
     epoch: int
     seal: Seal
     layout: bytes
     page_rows: int = PAGE_ROWS
+    silent_s: float = SILENT_S
 
     def hello(
         self,
@@ -123,7 +125,6 @@ class Endpoint(ABC):
     """The part of a transport that needs no network: subclasses move the bytes."""
 
     guards = True
-    _lost_s = LOST_S
 
     def __init__(self, identity: Identity, *, clock: Clock | None = None) -> None:
         self._identity = identity

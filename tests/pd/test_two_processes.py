@@ -22,7 +22,7 @@ from ess.engine.process.messages import (
     Launch,
     Status,
 )
-from ess.engine.process.peers import layout_digest
+from ess.engine.process.peers import layout_digest, silent_s
 from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cpu import native
 from ess.models.load import EMBEDDED
@@ -155,6 +155,12 @@ def test_rows_of_another_arithmetic_are_foreign_where_the_last_bit_is_promised(m
     after = [digest(deterministic=said) for said in (False, True)]
     assert after[0] == before[0] == digest(backend="reference")
     assert after[1] != before[1]
+
+
+def test_a_peer_that_compiles_for_its_device_is_waited_for_as_long_as_its_rows():
+    assert silent_s(ProcessConfig()) == silent_s(ProcessConfig(handoff_wait_s=60.0)) == 5.0
+    on_device = ProcessConfig(device="cuda", backend="cuda", handoff_wait_s=60.0)
+    assert silent_s(on_device) == 60.0
 
 
 def digest(**settings: Any) -> bytes:

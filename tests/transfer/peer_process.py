@@ -11,7 +11,7 @@ import sys
 
 from ess.clock import RealClock
 from ess.transfer.transport import Completed, PeerLost
-from tests.transfer.rigs import Rig, region, write
+from tests.transfer.rigs import Rig, identity, region, write
 
 SIZE = 1 << 22
 PAGE = 41_984
@@ -21,8 +21,7 @@ PATIENT_S = 600.0
 
 def main(kind: str, role: str) -> None:
     rig = Rig(kind, RealClock())
-    end = rig.end()
-    end._lost_s = PATIENT_S  # a loaded machine is no fault of the peer
+    end = rig.end(identity(silent_s=PATIENT_S))  # a loaded machine is no fault of the peer
     end.register([region(kind, SIZE, fill=3)])
     print(end.metadata().hex(), flush=True)
     peer = end.connect(bytes.fromhex(sys.stdin.readline()))

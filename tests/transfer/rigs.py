@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ess.clock import Clock
 from ess.errors import Unavailable
-from ess.transfer.endpoint import Identity
+from ess.transfer.endpoint import SILENT_S, Identity
 from ess.transfer.messages import Seal, new_epoch
 from ess.transfer.runs import Region, page_runs
 from ess.transfer.transport import Event, Transfer, Transport
@@ -42,8 +42,8 @@ def require(kind: str) -> None:
             pytest.skip(str(missing))
 
 
-def identity(*, layout: bytes = LAYOUT, seal: Seal = SEAL) -> Identity:
-    return Identity(epoch=new_epoch(), seal=seal, layout=layout)
+def identity(*, layout: bytes = LAYOUT, seal: Seal = SEAL, silent_s: float = SILENT_S) -> Identity:
+    return Identity(epoch=new_epoch(), seal=seal, layout=layout, silent_s=silent_s)
 
 
 def region(kind: str, size: int, *, number: int = 1, fill: int = POISON) -> Region:

@@ -241,6 +241,21 @@ def test_a_silent_peer_is_lost_and_a_busy_listener_loses_nobody(rig: Rig) -> Non
     assert "silent" in told[0].reason
 
 
+def test_a_worker_says_for_how_long_its_peers_may_be_silent(rig: Rig) -> None:
+    assert isinstance(rig.clock, ManualClock)
+    sender, receiver = rig.end(identity(silent_s=30.0)), rig.end()
+    join(sender, receiver)
+    rig.clock.advance(1.0)
+    for _ in range(50):
+        assert sender.poll() + receiver.poll() == []
+    told: list = []
+    for lost_count, silent_s in ((0, 28), (1, 4)):
+        for _ in range(silent_s):
+            rig.clock.advance(1.0)
+            told += sender.poll()
+        assert [type(event) for event in told] == [PeerLost] * lost_count
+
+
 def test_after_disconnect_no_byte_of_the_peer_lands(rig: Rig) -> None:
     sender, receiver, _, remote = rig.pair(1 << 20)
     if not receiver.guards:

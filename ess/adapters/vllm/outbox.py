@@ -22,7 +22,7 @@ from ess.door.handoff.outgoing.sender import Sender
 from ess.door.handoff.outgoing.units import Part
 from ess.errors import BadInput, PoolFull
 from ess.layout import ModelLayout
-from ess.transfer.endpoint import Identity
+from ess.transfer.endpoint import SILENT_S, Identity
 from ess.transfer.mail import Mail
 from ess.transfer.messages import layout_hash, new_epoch
 from ess.transfer.runs import Runs
@@ -108,7 +108,12 @@ class Outbox:
         )
         self._seal = settings.seal()
         layout = layout_hash(reader.layout, weights=settings.weights)
-        who = Identity(epoch=new_epoch(), seal=self._seal, layout=layout)
+        who = Identity(
+            epoch=new_epoch(),
+            seal=self._seal,
+            layout=layout,
+            silent_s=max(SILENT_S, settings.wait_s),
+        )
         self._transport = TcpTransport(who, host=settings.transfer_host, port=port)
         self._transport.register([self._staging.region()])
         self._sender = Sender(

@@ -10,6 +10,8 @@ from ess.door import Offload
 from ess.door.handoff.endings import Landed, Lapsed, Missed, Sent
 from ess.door.handoff.geometry import Ground
 from ess.door.handoff.port import Port
+from ess.engine.config import ProcessConfig
+from ess.engine.devices import is_device
 from ess.engine.handoff import Ended
 from ess.engine.process.arithmetic import arithmetic
 from ess.engine.process.messages import (
@@ -23,7 +25,7 @@ from ess.engine.process.messages import (
 from ess.errors import BadInput, EssError
 from ess.layout import ModelLayout
 from ess.models.weights.files.fingerprint import fingerprint
-from ess.transfer.endpoint import Identity
+from ess.transfer.endpoint import SILENT_S, Identity
 from ess.transfer.messages import Seal, layout_hash, new_epoch
 from ess.transfer.transports.kinds import open_transport
 
@@ -51,6 +53,7 @@ def open_port(
         epoch=new_epoch(),
         seal=seal,
         layout=layout_digest(launch, whole or offload.layout),
+        silent_s=silent_s(config),
     )
     host, port = config.transfer_host, config.transfer_port
     return Port(
@@ -63,6 +66,12 @@ def open_port(
         ground=ground,
         defers=ground is not None,
     )
+
+
+def silent_s(config: ProcessConfig) -> float:
+    """How long a peer may send nothing before it counts as lost. Peers send from the thread that
+    computes, and on a device a library may compile a program there for longer than SILENT_S."""
+    return max(SILENT_S, config.handoff_wait_s) if is_device(config.device) else SILENT_S
 
 
 def layout_digest(launch: Launch, layout: ModelLayout) -> bytes:

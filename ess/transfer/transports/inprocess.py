@@ -126,7 +126,7 @@ class InProcessTransport(Endpoint):
             peer = self._exchange.endpoints.get(name)
             if peer is None or peer.epoch != epoch:
                 reason = "it is gone" if peer is None else f"{peer.epoch:016x} answers in its place"
-            elif now_s - peer._looked_s > self._lost_s:
+            elif now_s - peer._looked_s > self._identity.silent_s:
                 reason = f"silent for {now_s - peer._looked_s:.1f} s"
             else:
                 continue

@@ -211,12 +211,12 @@ class NixlTransport(Endpoint):
 
     def _watch(self) -> None:
         now_s = self._clock.now_s()
-        was_away = now_s - self._looked_s > self._lost_s / 2
+        was_away = now_s - self._looked_s > self._identity.silent_s / 2
         self._looked_s = now_s
         for epoch, peer in list(self._peers.items()):
             if was_away and peer.heard_s is not None:
                 peer.heard_s = now_s
-            elif peer.heard_s is not None and now_s - peer.heard_s > self._lost_s:
+            elif peer.heard_s is not None and now_s - peer.heard_s > self._identity.silent_s:
                 self._lose(epoch, f"silent for {now_s - peer.heard_s:.1f} s")
             elif now_s - peer.sent_s >= HEARTBEAT_S:
                 peer.sent_s = now_s

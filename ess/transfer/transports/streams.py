@@ -5,8 +5,8 @@ sides know that the other holds the secret, runs this very boot and keeps rows i
 Before that, a connection can make us store one Hello and nothing else.
 
 A transfer that misses its deadline ends the connection: part of it is in the stream, and only
-ending the stream makes sure that the rest never lands. A peer that has sent nothing for `lost_s` is
-lost, unless we ourselves have not looked for so long.
+ending the stream makes sure that the rest never lands. A peer that has sent nothing for `silent_s`
+is lost, unless we ourselves have not looked for so long.
 """
 
 from __future__ import annotations
@@ -267,12 +267,12 @@ class StreamTransport(Endpoint):
     def _watch(self) -> None:
         """Sends heartbeats, and drops peers that were silent while we were listening."""
         now_s = self._clock.now_s()
-        was_away = now_s - self._looked_s > self._lost_s / 2
+        was_away = now_s - self._looked_s > self._identity.silent_s / 2
         self._looked_s = now_s
         for link in list(self._links):
             if was_away:
                 link.heard_s = now_s
-            elif now_s - link.heard_s > self._lost_s:
+            elif now_s - link.heard_s > self._identity.silent_s:
                 self._fault_of_link(link, f"silent for {now_s - link.heard_s:.1f} s")
             if link.is_met and now_s - link.sent_s >= HEARTBEAT_S:
                 link.channel.send(Kind.ALIVE)
