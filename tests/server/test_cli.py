@@ -6,6 +6,7 @@ import io
 import json
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -319,6 +320,16 @@ def test_a_process_that_is_asked_answers_or_says_why_not():
 def test_a_process_that_never_answers_is_left(monkeypatch: pytest.MonkeyPatch):
     silent = "import signal; signal.pause()"
     assert answer_of("-c", silent, limit_s=0.2) == ("", "nothing after 0.2 s")
+    left: set[subprocess.Popen[str]] = set()
+    with monkeypatch.context() as patched:  # as in a call of a driver that does not return
+        patched.setattr(subprocess.Popen, "kill", lambda process: left.add(process))
+        patched.setattr("ess.server.commands.start.trial.KILLED_S", 0.1)
+        fault = answer_of("-c", silent, limit_s=0.2).fault
+    [process] = left
+    process.kill()
+    process.wait()
+    stays = f", and process {process.pid} has not ended 0.1 s after SIGKILL"
+    assert fault == f"nothing after 0.2 s{stays}"
     monkeypatch.setattr(doctor, "TRIAL_S", 0.001)
     assert (doctor._decode().grade, doctor._decode().hint) == ("fail", "nothing after 0.001 s")
 

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from ess.server.commands.start.torchrun import cleaned
 
 WORDS_MAX: Final = 300
+KILLED_S: Final = 2.0
 
 
 class Answer(NamedTuple):
@@ -24,20 +25,34 @@ class Answer(NamedTuple):
 
 def answer_of(*words: str, limit_s: float) -> Answer:
     """Runs `python words...` and returns the last line that it prints."""
-    environment = {**cleaned(os.environ), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *words]
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**cleaned(os.environ), "OMP_NUM_THREADS": "1"},
+    )
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            timeout=limit_s,
-            env=environment,
-        )
+        printed, fault = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return Answer(fault=f"nothing after {limit_s:g} s")
-    if done.returncode == 0 and (lines := done.stdout.strip().splitlines()):
+        return Answer(fault=f"nothing after {limit_s:g} s{_left(process)}")
+    finally:
+        process.kill()
+        for pipe in filter(None, (process.stdout, process.stderr)):
+            pipe.close()
+    if process.returncode == 0 and (lines := printed.strip().splitlines()):
         return Answer(printed=lines[-1])
-    lines = done.stderr.strip().splitlines() or ["nothing was said"]
+    lines = fault.strip().splitlines() or ["nothing was said"]
     return Answer(fault=lines[-1][:WORDS_MAX])
+
+
+def _left(process: subprocess.Popen[str]) -> str:
+    """Ends the process. In a call of a driver that does not return even SIGKILL is not heard: then
+    the process stays, and the end of a sentence says so."""
+    process.kill()
+    try:
+        process.wait(KILLED_S)
+    except subprocess.TimeoutExpired:
+        return f", and process {process.pid} has not ended {KILLED_S:g} s after SIGKILL"
+    return ""
