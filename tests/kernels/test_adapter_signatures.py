@@ -9,13 +9,16 @@ of shapes, types and strides, then to the stand-in that computes.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ess.door.device.memory.lane import DeviceLane
 from ess.kernels.cuda.adapters import deep_gemm, deep_gemm_experts, deep_gemm_linear, flash_mla
 from tests.kernels import test_adapter_experts, test_adapter_linear
 from tests.kernels.sets import reference
@@ -186,6 +189,26 @@ def test_flash_mla_is_called_as_its_editions_ask(
         ours = adapter.attend(case.queries, case.rows, slots, scale=case.scale)
         want = reference.attend(case.queries, case.rows, slots, case.codec, scale=case.scale)
         torch.testing.assert_close(ours.out, want.out, atol=8e-3, rtol=8e-3)
+
+
+def test_a_capture_is_looked_for_on_the_device_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is not the current one where a library's user has pools on another."""
+    current = [torch.device("cuda", 0)]
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].index == 1)
+    for ordinal in range(2):
+        home = torch.device("cuda", ordinal)
+        lane: Any = SimpleNamespace(home=home)
+        assert DeviceLane.is_captured.__get__(lane) == bool(ordinal)
+        rows: Any = SimpleNamespace(is_cuda=True, device=home)
+        assert flash_mla.is_captured(rows) == bool(ordinal)
 
 
 @pytest.mark.parametrize("edition", FLASH)

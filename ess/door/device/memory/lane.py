@@ -44,6 +44,12 @@ class DeviceLane:
         """The stream that the caller queues its kernels on."""
         return int(Cuda.current_stream(self.home).cuda_stream)
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether what is queued on compute now becomes part of a graph."""
+        with Cuda.device(self.home):  # which need not be the current one
+            return bool(Cuda.is_current_stream_capturing())
+
     def follow(self, stream: CudaStream) -> None:
         """What is queued on the stream from now on runs behind what compute has queued so far."""
         self._fork.record(self.compute).hold(stream.handle)

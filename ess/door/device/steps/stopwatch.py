@@ -14,7 +14,7 @@ step that is not timed has no events; the engine keeps both graphs (`Course.is_t
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -26,8 +26,6 @@ from ess.door.device.memory.lane import DeviceLane
 from ess.door.stats import Timings
 from ess.kernels.cuda.streams import CudaEvent
 from ess.overlap.timeline import At, Note
-
-Cuda: Any = torch.cuda
 
 TIMED_EVERY: Final = 16
 FIRST_TIMED: Final = 2
@@ -88,7 +86,7 @@ class Stopwatch:
         """A moment of compute, or of another stream that does work of the step."""
         assert self.is_on, "a moment of a step that is not timed"
         chosen = self._lane.compute if stream is None else stream
-        if Cuda.is_current_stream_capturing():
+        if self._lane.is_captured:
             return CudaEvent(self._lane.device).record(chosen, is_external=True)
         if self._used_count == len(self._events):
             self._events.append(CudaEvent(self._lane.device))

@@ -155,4 +155,7 @@ class FlashMla:
 
 def is_captured(rows: Tensor) -> bool:
     """Whether work on these rows, queued now, becomes part of a graph."""
-    return rows.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not rows.is_cuda:
+        return False
+    with torch.cuda.device(rows.device):  # which need not be the current one
+        return torch.cuda.is_current_stream_capturing()
