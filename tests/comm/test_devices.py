@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -74,3 +75,12 @@ def test_a_device_and_a_host_do_not_meet():
 def test_a_rank_that_compiles_for_its_device_may_be_silent_as_long_as_one_that_takes_nothing():
     assert place("cuda:0").silent_s == 20.0
     assert place("cpu").silent_s == SILENT_S == 3.0
+
+
+def test_the_time_left_to_join_in_does_not_limit_the_exchanges_behind_it():
+    """It is short where the ranks of another machine have come late."""
+    meeting = Meeting(place("cpu"))
+    meeting._store = dist.HashStore()
+    assert meeting._place.left_s <= 1.0
+    made = meeting._process_group("team/0", 0, 1, "127.0.0.1", HOST)
+    assert made.options._timeout == timedelta(seconds=20.0)

@@ -58,7 +58,9 @@ class PretendedNccl:
 
 
 def nccl_group(store, rank, size, *, device):
-    return PretendedNccl(tensors.gloo_group(store, rank, size, host="127.0.0.1", timeout_s=GLOO_S))
+    return PretendedNccl(
+        tensors.gloo_group(store, rank, size, host="127.0.0.1", timeout_s=GLOO_S, patience_s=GLOO_S)
+    )
 
 
 meeting.nccl_group = nccl_group

@@ -333,7 +333,8 @@ class Meeting:
         timeout_s = max(1.0, self._place.left_s)
         try:
             if device.type == "cpu":
-                return gloo_group(store, rank, size, host=host, timeout_s=timeout_s)
+                limits = {"timeout_s": timeout_s, "patience_s": self._place.patience_s}
+                return gloo_group(store, rank, size, host=host, **limits)
             return nccl_group(store, rank, size, device=device)
         except (dist.DistError, RuntimeError) as wrong:
             raise Unavailable(f"{self._place.where}: {name} was not connected: {wrong}") from wrong

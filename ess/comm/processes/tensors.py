@@ -132,12 +132,18 @@ def break_waits(group: Any) -> None:
                 group.recv([torch.empty(1)], rank, _BREAK_TAG).wait(_BREAK_WAIT)
 
 
-def gloo_group(store: Any, rank: int, size: int, *, host: str, timeout_s: float) -> Any:
-    """All its ranks call this at once; they connect from the address of `host`."""
+def gloo_group(
+    store: Any, rank: int, size: int, *, host: str, timeout_s: float, patience_s: float
+) -> Any:
+    """All its ranks call this at once; they connect from the address of `host` within `timeout_s`.
+    A later exchange has `patience_s`, of which gloo itself must know: it would end each exchange
+    after the time that was left to connect in."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    made = dist.ProcessGroupGloo(store, rank, size, options)
+    made._set_default_timeout(timedelta(seconds=patience_s))
+    return made
 
 
 def nccl_group(store: Any, rank: int, size: int, *, device: torch.device) -> Any:
