@@ -7,12 +7,14 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from ess.comm.ending import Ending
 from ess.comm.link import HEAD_BYTES_MAX, LinkLost
+from ess.comm.processes import control
 from ess.comm.processes.control import Ends, Kind, Wire, answer, greet
 from ess.comm.processes.meeting import join_group
 from ess.comm.processes.tensors import SHAPE_BYTES, pack_shape, unpack_shape
@@ -44,6 +46,20 @@ def wires() -> Iterator[tuple[Wire, Wire, socket.socket]]:
     yield dialler, made[0][1], ours
     dialler.close()
     made[0][1].close()
+
+
+def test_a_dialler_waits_while_strangers_are_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    (ours, theirs), *silent = tcp_pair(), tcp_pair(), tcp_pair()
+    with ThreadPoolExecutor(1) as threads:
+        with monkeypatch.context() as patched:
+            patched.setattr(control, "GREETING_S", 0.1)
+            dialled = threads.submit(greet, ours, ENDS, b"s", patience_s=5)
+            theirs.recv(1, socket.MSG_PEEK)
+            for stranger, heard in silent:
+                with stranger, pytest.raises(TimeoutError):
+                    answer(heard, b"s", {ENDS}, patience_s=5)
+        answer(theirs, b"s", {ENDS}, patience_s=5)[1].close()
+        dialled.result(10).close()
 
 
 def test_messages_arrive_as_they_were_written(wires: tuple[Wire, Wire, socket.socket]) -> None:
