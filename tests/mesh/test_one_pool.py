@@ -11,8 +11,9 @@ import pytest
 
 from ess.comm.local import local_group
 from ess.door import Offload
-from ess.door.memory.common_host import CommonHost
+from ess.door.memory.common_host import TOLD_S, CommonHost
 from ess.engine.mesh.engines import Lead
+from ess.engine.process.rank import LOAD_S
 from ess.errors import BadInput
 from ess.kernels.memory import map_memory_file, memory_file
 from tests.mesh.rig import Shape, run_mesh
@@ -49,6 +50,10 @@ def test_however_late_the_writer_or_the_reader_is(late, pp, mtp, mode):
     made = run_mesh(shape, act, late=late, modes=mode)
     lengths = (130, 2, 90, 64, 130, 130, 90, 90)
     assert made == [expected("v32", length, COUNT) for length in lengths]
+
+
+def test_a_pool_is_waited_for_as_long_as_weights_are():
+    assert TOLD_S >= LOAD_S == 3600.0
 
 
 def test_pages_that_run_short_are_written_again_while_others_read():

@@ -44,7 +44,8 @@ from ess.pool.latent import CommonMemory
 from ess.units import PAGE_ROWS
 
 NAME: Final = "host-pool"
-TOLD_S: Final = 600.0
+TOLD_S: Final = 3600.0
+"""As long as loading may take: rank 0 has its weights before it has a pool."""
 _FILE: Final = Struct("<3Q")
 
 
