@@ -54,6 +54,16 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
+def exact_bytes(count: int) -> str:
+    """As `format_bytes`, where `parse_size` reads the same number in it; else the number itself.
+
+    >>> exact_bytes(3 << 19), exact_bytes((3 << 19) + 1)
+    ('1.50 MiB', '1572865')
+    """
+    text = format_bytes(count)
+    return text if parse_size(text) == count else str(count)
+
+
 def shown(value: object, most: int = 60) -> str:
     """The value as Python writes it, cut to `most` characters. Python writes no number of
     more than 4,300 digits."""

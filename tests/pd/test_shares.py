@@ -26,8 +26,10 @@ from ess.server.commands.pd.shares import (
     stages_of,
     told_settings,
 )
-from ess.server.commands.ranks.servers import OF_RANK, RankProcesses
+from ess.server.commands.ranks.servers import OF_RANK, RankProcesses, divided
 from ess.server.commands.start import sizing
+from ess.server.commands.start.files.checkpoint import read_checkpoint
+from ess.server.commands.start.launch import layout_of, planned
 from ess.server.commands.start.settings import resolve
 from tests.support.own_python import python
 from tests.support.process import RUN
@@ -83,6 +85,14 @@ def test_what_each_of_them_would_refuse_is_refused_at_once():
         share("1p3d", host_bytes="96MiB", max_model_len="8k")
     with pytest.raises(BadInput, match="are free on this machine; it would not fit"):
         share("1p3d", host_bytes="100TiB")
+
+
+def test_what_ranks_are_told_is_enough_for_the_longest_request():
+    """As few rows as this hold one such request, so the sizes may lack no byte."""
+    told = divided(resolve({"dp_size": 2, "host_bytes": "64MiB"}, environment={})).settings
+    checkpoint = read_checkpoint("")
+    plan = planned(told, checkpoint, layout_of(told, checkpoint))
+    assert (plan.rooms[-1].length, plan.rooms[-1].count) == (plan.token_capacity, 1)
 
 
 @pytest.mark.parametrize(

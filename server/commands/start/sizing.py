@@ -20,7 +20,7 @@ from ess.pool.capacity import (
     needs,
 )
 from ess.server.commands.start.settings import FIELDS, Settings
-from ess.units import PAGE_ROWS, align_up, div_ceil, format_bytes, parse_size
+from ess.units import PAGE_ROWS, align_up, div_ceil, exact_bytes, format_bytes, parse_size
 
 AUTO: Final = "auto"
 SIZES: Final = (
@@ -233,8 +233,8 @@ def _check_rooms(plan: MemoryPlan, layout: ModelLayout) -> None:
         "slot_bytes": slot_bytes,
     }[last.limiter]
     raise BadInput(
-        f"{last.limiter} is {format_bytes(getattr(plan, last.limiter))}: not one request of"
-        f" {last.length:,} tokens fits; give {format_bytes(least)}, or lower max_model_len"
+        f"{last.limiter} is {exact_bytes(getattr(plan, last.limiter))}: not one request of"
+        f" {last.length:,} tokens fits; give {exact_bytes(least)}, or lower max_model_len"
     )
 
 
