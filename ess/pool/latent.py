@@ -118,8 +118,9 @@ class LatentPool:
 
     def take(self, count: int) -> PageIds:
         assert count <= self.free_count, f"{count} pages of {self.free_count} that can be taken"
-        while self.pages.free_count < count:
-            self._clear(np.array([self.prefix.forget_oldest()], np.int32))
+        self.prefix.grant()
+        if (short := count - self.pages.free_count) > 0:
+            self._clear(np.array(self.prefix.forget_oldest(short), np.int32))
         pages = self.pages.take(count)
         self.taken_digest = crc32(pages.tobytes(), self.taken_digest)
         assert not self.stored[:, pages].any(), "a page was taken with rows of another text"
@@ -131,11 +132,16 @@ class LatentPool:
             self.prefix.busy(page)
             assert not self.prefix.is_idle(page), f"page {page} is held and idle"
 
-    def undo_hold(self, pages: PageIds, idle_pages: list[int]) -> None:
-        """Undoes `hold` for a sequence that was refused before it took a page. Idle pages get back
-        their order of `idle_pages`; pages idle since then follow."""
+    def ask(self, pages: PageIds) -> None:
+        """Holds pages for a sequence that may still be refused; `take` makes it final."""
+        self.pages.hold(pages)
+        self.prefix.ask(pages.tolist())
+
+    def refuse(self, pages: PageIds) -> None:
+        """Undoes `ask`, before a page was taken: idle pages are where they were in their order,
+        and pages idle since then follow."""
         unheld = self.pages.drop(pages)
-        self.prefix.restore_idle(idle_pages)
+        self.prefix.refuse()
         for page in unheld[::-1].tolist():
             if not self.prefix.is_idle(page):  # its other holder has left meanwhile
                 self.prefix.idle(page)

@@ -69,15 +69,16 @@ class PrefixIndex:
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._asked: list[int] = []
 
     @property
     def idle_count(self) -> int:
-        return len(self._idle)
+        return len(self._idle) - len(self._asked)
 
     @property
     def held_count(self) -> int:
         """Published pages that some sequence reads."""
-        return len(self._hash_of) - len(self._idle)
+        return len(self._hash_of) - self.idle_count
 
     def __contains__(self, page: int) -> bool:
         return page in self._hash_of
@@ -123,26 +124,30 @@ class PrefixIndex:
     def busy(self, page: int) -> None:
         self._idle.pop(page, None)
 
-    def idle_pages(self) -> list[int]:
-        """The idle pages, the longest unused first."""
-        return list(self._idle)
+    def ask(self, pages: Iterable[int]) -> None:
+        """A sequence that may still be refused would read these pages. Idle ones among them keep
+        their places in the order, but count as idle no more, until `grant` or `refuse`."""
+        assert not self._asked, "pages are asked for one sequence after the other"
+        self._asked = [page for page in pages if page in self._idle]
 
-    def restore_idle(self, pages: list[int]) -> None:
-        """Undoes every `busy` since `idle_pages` returned these. Pages idle since then follow."""
-        before = set(pages)
-        assert before <= self._hash_of.keys(), "a page that was idle has been forgotten"
-        since = [page for page in self._idle if page not in before]
-        self._idle = OrderedDict.fromkeys([*pages, *since])
+    def grant(self) -> None:
+        """The pages that were asked for are busy."""
+        for page in self._asked:
+            del self._idle[page]
+        self._asked = []
+
+    def refuse(self) -> None:
+        self._asked = []
 
     def is_idle(self, page: int) -> bool:
         return page in self._idle
 
-    def forget_oldest(self) -> int:
-        """Unpublishes the longest unused idle page and returns it."""
-        page, content = self._forget()
+    def forget_oldest(self, count: int) -> list[int]:
+        """Unpublishes the longest unused idle pages and returns them, the longest unused first."""
+        forgotten = [self._forget() for _ in range(count)]
         for listener in self.listeners:
-            listener.forgotten([content])
-        return page
+            listener.forgotten([content for _, content in forgotten])
+        return [page for page, _ in forgotten]
 
     def forget_idle(self) -> list[int]:
         """Unpublishes all idle pages and returns them, the longest unused first."""
@@ -156,6 +161,7 @@ class PrefixIndex:
 
     def _forget(self) -> tuple[int, bytes]:
         assert self._idle, "no page is idle, so none can be forgotten"
+        assert not self._asked, "pages that were asked for are neither granted nor refused"
         page, _ = self._idle.popitem(last=False)
         content = self._hash_of.pop(page)
         assert self._page_of[content] == page, f"the text of page {page} leads to another page"
@@ -167,3 +173,4 @@ class PrefixIndex:
         for content, page in self._page_of.items():
             assert self._hash_of[page] == content, f"page {page} and its hash disagree"
         assert all(page in self._hash_of for page in self._idle), "an idle page has no hash"
+        assert not self._asked, "pages that were asked for are neither granted nor refused"

@@ -48,13 +48,13 @@ def keep(offload: Offload, text: list[int]) -> None:
 @pytest.mark.parametrize("on_device", [True, False], ids=["on the device", "on the host"])
 def test_a_refused_open_leaves_the_order_of_idle_pages(offload: Offload, on_device: bool):
     prefix = offload._pools.latent.prefix
-    idle = prefix.idle_pages()
+    idle = list(prefix._idle)
     assert len(idle) == 4
     running = offload.open(list(range(100, 100 + 4 * PAGE)))
     with pytest.raises(PoolFull) as refused:
         offload.open([*OLD, *range(1000, 1000 + 3 * PAGE)], on_device=on_device)
     assert not refused.value.permanent
-    assert prefix.idle_pages() == idle
+    assert list(prefix._idle) == idle
     offload.check()
     also = offload.open(list(range(500, 500 + PAGE)))
     left = [len(prefix.find(page_hashes(text))) for text in (OLD, YOUNG)]

@@ -100,7 +100,7 @@ def test_both_schemas_carry_the_same_blocks(publisher, consume, at, form):
     assert consumer.known[names[2]] == (names[1], tuple(range(128, 192)))
     assert consumer.kinds == ["BlockStored"], "a chain is one event"
     index.idle(2)
-    index.forget_oldest()
+    index.forget_oldest(1)
     events.flush()
     consumer.catch_up()
     assert list(consumer.known) == names[:2]

@@ -212,7 +212,7 @@ def test_no_line_is_taken_when_none_is_free() -> None:
 
 def test_no_page_is_forgotten_when_none_is_idle() -> None:
     with pytest.raises(AssertionError, match="no page is idle"):
-        World().latent.prefix.forget_oldest()
+        World().latent.prefix.forget_oldest(1)
 
 
 def test_a_landed_plan_is_not_committed_again() -> None:

@@ -75,12 +75,11 @@ class Holding:
         self.saved = state
         assert len(shared) <= page_count, f"{len(shared)} shared pages of {page_count}"
         latent = self._pools.latent
-        idle_pages = latent.prefix.idle_pages()
-        latent.hold(shared)
+        latent.ask(shared)
         try:
             self._enter(shared, page_count - len(shared), length, text)
         except PoolFull:
-            latent.undo_hold(shared, idle_pages)
+            latent.refuse(shared)
             raise
 
     def open_on_host(self, shared: PageIds, page_count: int) -> None:
@@ -88,14 +87,13 @@ class Holding:
         assert not self.page_count, "a holding is opened once"
         pools, fresh_count = self._pools, page_count - len(shared)
         assert fresh_count >= 0, f"{len(shared)} shared pages of {page_count}"
-        idle_pages = pools.latent.prefix.idle_pages()
-        pools.latent.hold(shared)
+        pools.latent.ask(shared)
         try:
             needs = self._needs(shared, fresh_count)
             pools.ledger.require(needs)
             self._reservation = _reserve(pools, {HOST_PAGES: needs[HOST_PAGES]})
         except PoolFull:
-            pools.latent.undo_hold(shared, idle_pages)
+            pools.latent.refuse(shared)
             raise
         fresh = pools.latent.take(fresh_count)
         pools.ledger.draw(self._reservation, HOST_PAGES, fresh_count)

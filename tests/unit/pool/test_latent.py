@@ -125,14 +125,36 @@ def test_a_hold_that_is_undone_leaves_the_order_of_idle_pages():
         latent.publish(page, page_hashes([number] * 64)[0])
         latent.drop(np.array([page], np.int32))
         pages.append(page)
-    idle = latent.prefix.idle_pages()
+    idle = list(latent.prefix._idle)
     assert idle == pages
-    latent.hold(np.array(pages[:1], np.int32))
-    latent.undo_hold(np.array(pages[:1], np.int32), idle)
-    assert latent.prefix.idle_pages() == idle
+    latent.ask(np.array(pages[:1], np.int32))
+    assert latent.free_count == 2, "a page that was asked for counted as free"
+    latent.refuse(np.array(pages[:1], np.int32))
+    assert list(latent.prefix._idle) == idle
     latent.check()
     latent.take(2)
-    assert latent.prefix.idle_pages() == pages[1:], "the page used longest ago was kept"
+    assert list(latent.prefix._idle) == pages[1:], "the page used longest ago was kept"
+    latent.ask(np.array(pages[1:], np.int32))
+    latent.take(0)
+    assert list(latent.prefix._idle) == [], "what a sequence has got can still be forgotten"
+    latent.check()
+
+
+def test_many_pages_are_forgotten_at_once_and_taken_in_the_order_as_of_before():
+    """Processes that mirror a pool see the same numbers, however its pages are forgotten."""
+    taken = []
+    for counts in ((3,), (1, 1, 1)):
+        latent = pool(4)
+        pages = latent.take(4)
+        for page, content in zip(pages.tolist(), page_hashes(range(256)), strict=True):
+            complete(latent, page)
+            latent.publish(page, content)
+        latent.drop(pages)
+        for count in counts:
+            latent._clear(np.array(latent.prefix.forget_oldest(count), np.int32))
+        taken.append(latent.take(3).tolist())
+        latent.check()
+    assert taken[0] == taken[1] == [1, 2, 3]
 
 
 def test_a_copied_page_has_the_rows_the_keys_and_the_marks():

@@ -57,24 +57,28 @@ def test_idle_pages_are_forgotten_oldest_first_unless_busy_again():
     index.busy(0)
     assert not index.is_idle(0)
     assert index.held_count == 1
-    assert index.forget_oldest() == 1
+    assert index.forget_oldest(1) == [1]
     assert index.find(hashes) == [0]
-    assert index.forget_oldest() == 2
+    assert index.forget_oldest(1) == [2]
     assert index.idle_count == 0
     index.check()
 
 
-def test_pages_that_were_busy_for_a_moment_idle_in_the_order_of_before():
+def test_pages_that_were_asked_for_in_vain_idle_in_the_order_of_before():
     index = PrefixIndex()
     for page, content in enumerate(page_hashes(range(192))):
         index.publish(page, content)
         index.idle(page)
-    before = index.idle_pages()
+    before = list(index._idle)
     assert before == [0, 1, 2]
-    index.busy(0)
-    index.restore_idle(before)
-    assert index.idle_pages() == before
-    assert index.forget_oldest() == 0
+    index.ask([0])
+    assert (index.idle_count, index.held_count) == (2, 1)
+    index.refuse()
+    assert list(index._idle) == before
+    assert index.forget_oldest(1) == [0]
+    index.ask([2])
+    index.grant()
+    assert list(index._idle) == [1]
     index.check()
 
 
