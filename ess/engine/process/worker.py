@@ -247,7 +247,8 @@ class EngineLoop:
             self._wire.give(Progress(tuple(pieces), self._clock.now_s()))
 
     def _pieces(self, result: StepResult) -> list[Piece]:
-        """One piece for each request, also when two steps that it was in were learned at once."""
+        """One piece for each request, also when two steps that it was in were learned at once.
+        Requests that wait, of which there may be thousands, have nothing to tell."""
         made_of: dict[int, list[NewTokens]] = {}
         for made in result.made:
             made_of.setdefault(id(made.request), []).append(made)
@@ -255,6 +256,8 @@ class EngineLoop:
         scored_of = {id(chunk.request): scored for chunk, scored in scores}
         pieces = []
         for live in list(self._live.values()):
+            if live.request.state == "waiting":
+                continue
             key = id(live.request)
             piece = self._piece(live, made_of.get(key, []), scored_of.get(key, ()))
             if piece != Piece(live.number):
