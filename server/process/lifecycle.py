@@ -197,7 +197,7 @@ class Running:
         else:
             limit_end(HANG_S)
             self._server.should_exit = self._server.force_exit = True
-            self._tell(self._engines.kill)
+            self._tell(self._end_at_once, signal.Signals(number).name)
 
     @property
     def _is_probed(self) -> bool:
@@ -224,6 +224,13 @@ class Running:
         is_told = number == signal.SIGTERM and self._engines.was_ready and self._is_probed
         work = self._drain(self._settings.drain_grace_s if is_told else 0.0)
         self._draining = asyncio.ensure_future(self._to_the_end(work))
+
+    def _end_at_once(self, told_by: str) -> None:
+        if open_count := self._service.unanswered_by_all_count:
+            left = requests_are(open_count)
+            console.note(f"ess: a second signal, {told_by}: {left} open, and ended now")
+        self._lose(f"the server was told by {told_by} to end at once")
+        self._engines.kill()
 
     async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
         """Does the work, then ends the server and its engine, even if the work has failed."""

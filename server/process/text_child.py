@@ -150,7 +150,9 @@ def _count_of(document: Any) -> int:
 def main(style_of: Callable[..., ChatStyle] = style_of) -> None:
     """Freezes the loaded objects, so that garbage collection need not walk them."""
     leave_signals_to_parent()
-    resource.setrlimit(resource.RLIMIT_AS, (READ_BYTES_MAX, READ_BYTES_MAX))
+    _, given = resource.getrlimit(resource.RLIMIT_AS)
+    most = READ_BYTES_MAX if given == resource.RLIM_INFINITY else min(given, READ_BYTES_MAX)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     first = receive(requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,7 +22,10 @@ from ess.server.commands.start import banner
 from ess.server.commands.start.begin import serve_flags
 from ess.server.commands.start.files.checkpoint import read_checkpoint, read_entries
 from ess.server.commands.start.files.words import chat_template, read_words
+from ess.server.commands.start.launch import check_kept, noting_disk
 from ess.server.commands.start.settings import resolve
+
+NOBODY = 65534
 
 
 def folder_with(folder: Path, **changed: Any) -> Path:
@@ -221,6 +225,26 @@ def test_a_folder_of_pages_that_cannot_be_is_refused_before_the_server_listens(
     for given, says in ((file, "is no folder"), (file / "x", "cannot be made: Not a directory")):
         said = refused(EMBEDDED, capsys, prefix_cache_dir=str(given))
         assert said == f"prefix_cache_dir {given} {says}"
+    user = os.geteuid()
+    os.seteuid(user or NOBODY)
+    try:
+        with pytest.raises(BadInput, match=r"^prefix_cache_dir / cannot be written by user \d+$"):
+            check_kept("/")
+    finally:
+        os.seteuid(user)
+
+
+def test_a_disk_with_less_room_than_pages_may_take_is_noted(tmp_path: Path) -> None:
+    """With the room of pages that are there already it is enough."""
+
+    def notes(room: str) -> tuple[str, ...]:
+        given = {"prefix_cache_dir": str(tmp_path), "prefix_cache_disk": room}
+        return noting_disk(resolve(given, environment={})).notes
+
+    assert (notes("1MiB"), noting_disk(resolve({}, environment={})).notes) == ((), ())
+    [note] = notes("1000TiB")
+    assert note.startswith(f"prefix_cache_dir {tmp_path} has room for ")
+    assert "less than prefix_cache_disk, 1000.00 TiB" in note
 
 
 def test_certificates_are_checked_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -368,14 +368,22 @@ def test_if_it_dies_again_and_again_the_answer_is_503(served: Served):
     assert post(served.url, "/tokenize", {"prompt": "a", **LONG})[0] == 200
 
 
+LIMITED = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+runpy.run_module(sys.argv[1], run_name="__main__", alter_sys=True)
+"""
+
+
 def test_a_text_process_whose_server_has_ended_says_nothing():
-    """Also where the server ends before the process has read its tokenizer."""
+    """Also where the server ends before the process has read its tokenizer, and where the user's
+    limit of memory is below the process's own."""
     desk = Desk(model=str(embedded_path()), length_max=64, vocabulary=VOCABULARY)
     packed = msgspec.json.encode(desk)
     read, written = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", *PROGRAM],
+        [sys.executable, "-c", LIMITED, *PROGRAM],
         input=head_of("Desk", len(packed)) + packed,
         stdout=written,
         stderr=subprocess.PIPE,

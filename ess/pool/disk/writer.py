@@ -196,7 +196,7 @@ class Writer:
             if not is_over:
                 self.fault = f"the disk takes no more pages: {_why(error)}"
         if not is_over:
-            self._note(self.fault)
+            self._note(f"{self.fault}; those it has are read on, and a restart stores again")
 
 
 def _why(error: Exception) -> str:

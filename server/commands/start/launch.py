@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import resource
+import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -76,10 +78,11 @@ from ess.server.process.requests.open_calls import FrontPlace
 from ess.server.process.signals import Signals, taken_signals
 from ess.server.process.tally import Shelf
 from ess.server.process.whole_run import run_whole
-from ess.units import exact_bytes
+from ess.units import exact_bytes, format_bytes, parse_size
 
 FRONT: Final = "ess.server.commands.start.front"
 FILES_OF_OURS: Final = 128
+BLOCK_BYTES: Final = 512  # in which the system counts what a file takes
 
 
 def checked(settings: Settings) -> Checkpoint:
@@ -105,7 +108,7 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     resolved = derived(resolved, checkpoint)
     layout = layout_of(resolved.settings, checkpoint)
     words = read_words(resolved.settings, checkpoint)
-    resolved = calibrated(resolved, layout)
+    resolved = noting_disk(calibrated(resolved, layout))
     plan = planned(resolved.settings, checkpoint, layout)
     resolved = sized(resolved, plan)
     settings = resolved.settings
@@ -192,14 +195,16 @@ def run_node(told: ServerFacts) -> int:
 
 
 def check_kept(folder: str) -> None:
-    """Makes the folder of pages, as the engine would: if that fails, the start is refused at
-    once."""
+    """Makes the folder of pages, as the engine would: if that fails, or nothing can be written
+    there, the start is refused at once."""
     try:
         if folder:
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         why = "is no folder" if Path(folder).exists() else f"cannot be made: {error.strerror}"
         raise BadInput(f"prefix_cache_dir {folder} {why}") from None
+    if folder and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        raise BadInput(f"prefix_cache_dir {folder} cannot be written by user {os.geteuid()}")
 
 
 @contextlib.contextmanager
@@ -274,6 +279,22 @@ def sized(resolved: Resolved, plan: MemoryPlan, *, but: Sequence[str] = ()) -> R
     sizes["max_model_len"] = str(plan.length_max)
     auto = [name for name in sizes if getattr(resolved.settings, name) == AUTO]
     return resolved.deriving(**{name: sizes[name] for name in auto if name not in but})
+
+
+def noting_disk(resolved: Resolved) -> Resolved:
+    """Says where the disk has less room than pages may take; those that are there are room too."""
+    folder = resolved.settings.prefix_cache_dir
+    if not folder:
+        return resolved
+    wanted, kept = parse_size(resolved.settings.prefix_cache_disk), Path(folder)
+    taken = sum(file.stat().st_blocks * BLOCK_BYTES for file in kept.glob("*.slab"))
+    if (room := shutil.disk_usage(kept).free + taken) >= wanted:
+        return resolved
+    note = (
+        f"prefix_cache_dir {folder} has room for {format_bytes(room)}, less than prefix_cache_disk,"
+        f" {format_bytes(wanted)}: when its disk is full, no more pages are stored until a restart"
+    )
+    return replace(resolved, notes=(*resolved.notes, note))
 
 
 def listeners_of(settings: Settings) -> list[socket.socket]:
