@@ -257,6 +257,28 @@ def test_a_terminal_that_is_closed_ends_all_in_order(monkeypatch: pytest.MonkeyP
     run(work)
 
 
+def test_what_ends_once_all_were_told_to_end_does_not_start_again(
+    capsys: pytest.CaptureFixture[str],
+):
+    """A signal to all processes may end a router while workers still drain."""
+
+    async def work() -> None:
+        kept = Kept(["router"], environment=ENVIRONMENT, clock=RealClock())
+        kept.heed_signals()
+        order = Order(name="router", home="tests.pd.programs:listens", words=())
+        keeper = kept.keep("router", order, at_once)
+        await keeper.ready.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not await kept.unless_stopped(asyncio.sleep(3600))
+        os.kill(keeper.pid, signal.SIGKILL)
+        await asyncio.wait(kept._tasks, timeout=60)
+        await kept.end("router", within_s=5.0)
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+
+    run(work)
+    assert "starts again" not in capsys.readouterr().err
+
+
 def test_who_does_not_end_is_killed():
     async def work() -> None:
         kept = made("is_deaf")

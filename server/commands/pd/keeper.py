@@ -94,6 +94,10 @@ class Keeper:
         if self._child is not None:
             self._child.hang_up()
 
+    def start_no_more(self) -> None:
+        """What ends from now on, as of a signal to all processes, is not started again."""
+        self._ending.set()
+
     def retire(self) -> None:
         """Asks the program to end in its own time, and does not start it again."""
         self._ending.set()

@@ -60,11 +60,10 @@ class Kept:
                 keeper.refresh()
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._stop.is_set():
-            for keepers in (*self._keepers.values(), *self._retired.values()):
-                for keeper in keepers:
-                    keeper.kill()
-        else:
+        for keepers in (*self._keepers.values(), *self._retired.values()):
+            for keeper in keepers:
+                keeper.kill() if self._stop.is_set() else keeper.start_no_more()
+        if not self._stop.is_set():
             self._by = number
         self._stop.set()
 
