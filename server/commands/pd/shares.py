@@ -119,7 +119,7 @@ def share_of(resolved: Resolved, shape: Shape, stages: Mapping[str, Any] | None 
     read_words(settings, checkpoint)
     divided = _divided(resolved, layout, checkpoint, shape.count)
     plan = _plan(divided.settings, layout, checkpoint, weights=1)
-    divided = sized(divided, plan)
+    divided = sized(divided, plan, written=str)
     return Share(
         settings=told_settings(divided, but=TOLD_APART),
         plan=plan,

@@ -106,7 +106,8 @@ def divided(resolved: Resolved) -> Resolved:
     read_words(resolved.settings, checkpoint)
     count = len(ranks_of(resolved.settings))
     plan = planned(resolved.settings, checkpoint, layout, shared_by=count)
-    return sized(resolved, plan, but=() if plan.device is None else ON_DEVICE)
+    but = () if plan.device is None else ON_DEVICE
+    return sized(resolved, plan, but=but, written=str)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import os
 import resource
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -78,7 +78,7 @@ from ess.server.process.requests.open_calls import FrontPlace
 from ess.server.process.signals import Signals, taken_signals
 from ess.server.process.tally import Shelf
 from ess.server.process.whole_run import run_whole
-from ess.units import exact_bytes, format_bytes, parse_size
+from ess.units import format_bytes, parse_size
 
 FRONT: Final = "ess.server.commands.start.front"
 FILES_OF_OURS: Final = 128
@@ -269,13 +269,19 @@ def calibrated(resolved: Resolved, layout: ModelLayout) -> Resolved:
     return replace(resolved, notes=(*resolved.notes, note))
 
 
-def sized(resolved: Resolved, plan: MemoryPlan, *, but: Sequence[str] = ()) -> Resolved:
+def sized(
+    resolved: Resolved,
+    plan: MemoryPlan,
+    *,
+    but: Sequence[str] = (),
+    written: Callable[[int], str] = format_bytes,
+) -> Resolved:
     """Replaces automatic sizes by those of the plan, `but` some. Workers that are told of them plan
-    with exactly these: a little less may be too little for the longest request."""
+    with these, `written` exactly: a little less may be too little for the longest request."""
     names = ["host_bytes", "slot_bytes", "index_bytes"]
     if plan.device is not None:
         names.append("graph_bytes")
-    sizes = {name: exact_bytes(getattr(plan, name)) for name in names}
+    sizes = {name: written(getattr(plan, name)) for name in names}
     sizes["max_model_len"] = str(plan.length_max)
     auto = [name for name in sizes if getattr(resolved.settings, name) == AUTO]
     return resolved.deriving(**{name: sizes[name] for name in auto if name not in but})
