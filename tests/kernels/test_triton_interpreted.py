@@ -74,7 +74,7 @@ def test_the_interpreter_agrees_on_a_few() -> None:
 
 
 def agrees(names: Sequence[str], every: int) -> None:
-    """Of each function's cases every n-th one."""
+    """One in `every` of each function's cases."""
     tests = [f"tests/kernels/test_{name}.py" for name in names]
     which = " or ".join(f"(test_{name}.py and {MOST[name]})" for name in names)
     words = "-p", "tests.support.sampled", *tests, "-k", which, "-m", "not slow"
