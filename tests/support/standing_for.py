@@ -19,7 +19,7 @@ from ess.engine.process.lifeline import die_with_parent
 
 NURSERY = "FORKED_BY_{}"
 """The variable that has the address of a nursery, by its kind."""
-HANDED_ON = (signal.SIGINT, signal.SIGTERM)
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def stand(kind: str) -> None:

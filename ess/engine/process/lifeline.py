@@ -23,9 +23,9 @@ def die_with_parent() -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Ignores SIGTERM and SIGINT, which systemd sends to all processes of a unit and `pkill` to all
-    of a name: the parent drains, and needs this process meanwhile."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    """Ignores signals to end and to read files again: systemd may send them to all processes of a
+    unit, and `pkill` to all of a name. The parent heeds them, and needs this process meanwhile."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -120,4 +120,4 @@ def _end(rank: int, error: BaseException) -> NoReturn:
     else:
         traceback.print_exception(error)
     sys.stderr.flush()
-    os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+    os._exit(1)

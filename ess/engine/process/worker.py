@@ -373,8 +373,6 @@ def main(arguments: list[str]) -> int:
     try:
         with open_wire(arguments) as (wire, context):
             serve(launch, wire, RealClock(), context)
-    except KeyboardInterrupt:
-        return 130
     finally:
         leave_objects()
     return 0

@@ -61,7 +61,7 @@ class StandIn:
 
     def _protocol(self) -> Callable[[], asyncio.Protocol]:
         """The protocol of the server's own listener, but a connection serves a single request: the
-        next one may be for the missing process, which is up by then."""
+        missing process may be up when its client sends the next one."""
         config, state = self._server.config, self._server.lifespan.state
         made: Any = config.http_protocol_class
         app = functools.partial(_serve_one, config.loaded_app)

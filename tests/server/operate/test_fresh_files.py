@@ -16,7 +16,7 @@ from ess.server.commands.start.http_config import uvicorn_config
 from ess.server.commands.start.settings import resolve
 from ess.server.http.auth_limits import Keys
 from tests.server.harness import PacedEngine, Served, saying, until
-from tests.server.test_fronts import fronts
+from tests.server.test_fronts import all_are_ready, fronts
 from tests.support.process import Process
 
 
@@ -89,17 +89,17 @@ def test_sighup_has_every_process_read_the_keys_and_ends_none(tmp_path: Path):
     written(path, "old\n")
     flags = ("--engine", "paced", "--api-key-file", str(path), "--server-processes", "2")
     with Process(*flags).wait_ready() as process:
-        until(lambda: len(fronts(process)) == 1, "the other process")
-        until(lambda: {status(process.url, "old") for _ in range(20)} == {200}, "both answer")
+        all_are_ready(process)
         stream = process.stream(extra_headers={"Authorization": "Bearer old"})
         next(stream)
         written(path, "new\n")
         pids = fronts(process)
-        process.process.send_signal(signal.SIGHUP)
+        for pid in (*pids, process.engine_pid, process.process.pid):  # as systemd may
+            os.kill(pid, signal.SIGHUP)
         until(lambda: {status(process.url, "new") for _ in range(20)} == {200}, "the new key")
         assert {status(process.url, "old") for _ in range(20)} == {401}
         assert next(stream), "what runs goes on"
-        assert fronts(process) == pids
+        assert fronts(process) == pids != []
         process.process.send_signal(signal.SIGTERM)
         assert process.ended(60) == 0
 
