@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -206,6 +208,25 @@ def test_the_router_takes_its_command_line(words):
 def test_the_job_is_a_script_that_bash_can_read():
     done = subprocess.run(["bash", "-n", DEPLOY / "slurm.sbatch"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_loop_of_the_job_ends_behind_its_server(tmp_path):
+    """Slurm tells all processes of a step to end, and kills the others once the shell has ended."""
+    server = tmp_path / "ess"
+    server.write_text("#!/bin/bash\ntrap 'echo ended; exit' TERM\necho up\nsleep 60 & wait\n")
+    server.chmod(0o700)
+    words = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_PROCID": "0"}
+    loops = (DEPLOY / "slurm.sbatch").read_text().split("bash -c '")[1:]
+    for loop in loops:
+        command = ["bash", "-c", loop.partition("'")[0]]
+        with subprocess.Popen(
+            command, env=words, stdout=subprocess.PIPE, text=True, start_new_session=True
+        ) as step:
+            assert step.stdout.readline() == "up\n"
+            os.killpg(step.pid, signal.SIGTERM)
+            assert step.communicate(timeout=60) == ("ended\n", None)
+            assert step.returncode == 0
+    assert len(loops) == 2
 
 
 def test_units_tell_the_server_alone_to_end():
