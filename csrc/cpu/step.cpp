@@ -81,15 +81,15 @@ ESS_EXPORT int32_t ess_places(const int32_t* tables, const int32_t* lengths, con
     return q == query_count;
 }
 
-// Rows of a table of two halves [length, 2, width], the halves apart: [2, count, width]. Returns 1;
-// or 0 with `out` unfinished if the table lacks a position.
-ESS_EXPORT int32_t ess_turns(const float* table, const int32_t* positions, float* out,
+// Rows of a table of two halves [length, 2, width], each half [count, width] apart. Returns 1; or 0
+// with `cos` and `sin` unfinished if the table lacks a position.
+ESS_EXPORT int32_t ess_turns(const float* table, const int32_t* positions, float* cos, float* sin,
                              int64_t length, int64_t width, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         if (positions[i] < 0 || positions[i] >= length) return 0;
         const float* row = table + positions[i] * 2 * width;
-        std::memcpy(out + i * width, row, width * sizeof(float));
-        std::memcpy(out + (count + i) * width, row + width, width * sizeof(float));
+        std::memcpy(cos + i * width, row, width * sizeof(float));
+        std::memcpy(sin + i * width, row + width, width * sizeof(float));
     }
     return 1;
 }
@@ -102,13 +102,8 @@ ESS_EXPORT int32_t ess_open(const ess::Opening* opening) {
         std::memcpy(o.table + q * o.table_width, o.tables + o.lines[q] * o.table_width,
                     o.table_width * sizeof(int32_t));
     }
-    for (int64_t q = 0; q < o.query_count; q++) {
-        if (o.positions[q] < 0 || o.positions[q] >= o.turn_count) return 1;
-        const float* turns = o.turns + o.positions[q] * 2 * o.turn_width;
-        std::memcpy(o.cos + q * o.turn_width, turns, o.turn_width * sizeof(float));
-        std::memcpy(o.sin + q * o.turn_width, turns + o.turn_width, o.turn_width * sizeof(float));
-    }
-    return 2;
+    return 1 + ess_turns(o.turns, o.positions, o.cos, o.sin, o.turn_count, o.turn_width,
+                         o.query_count);
 }
 
 // Rows of a table [row_count, width] of bf16 or, `is_wide`, float32, as float32. Returns 1; or 0

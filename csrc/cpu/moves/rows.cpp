@@ -298,34 +298,27 @@ private:
     alignas(kLine) uint8_t room_[kStageBytes + kStagedRowMax + kLine];
 };
 
-void copy_range(const RowCopy& copy, const Way& way, bool streamed, int64_t first, int64_t last) {
-    const SpanFunction copy_row = copier(way.hint);
-    const SpanFunction copy_long = streamed ? streamer() : copier(Hint::none);
+// `put` gets each row's span, `put_run` each longer one.
+template <typename Put, typename PutRun>
+void copy_spans(const RowCopy& copy, const Way& way, int64_t first, int64_t last, const Put& put,
+                const PutRun& put_run) {
     Block block(copy, way, first, last);
     int64_t count = block.refill();
     for (int64_t i = -block.distance; i < 0 && way.hint != Hint::none; ++i)
         block.ahead(i).request_row(copy.row_bytes);
     for (; count > 0; count = block.refill()) {
         for (int64_t i = 0; i < count; ++i) {
-            if (block[i].bytes == copy.row_bytes) copy_row(block[i], block.ahead(i));
-            else copy_long(block[i], Ahead{nullptr, nullptr});
+            if (block[i].bytes == copy.row_bytes) put(block[i], block.ahead(i));
+            else put_run(block[i], Ahead{nullptr, nullptr});
         }
     }
 }
 
 void copy_staged(const RowCopy& copy, const Way& way, int64_t first, int64_t last) {
-    const SpanFunction copy_row = copier(way.hint), copy_long = streamer();
+    const SpanFunction copy_row = copier(way.hint);
     Stage stage;
-    Block block(copy, way, first, last);
-    int64_t count = block.refill();
-    for (int64_t i = -block.distance; i < 0 && way.hint != Hint::none; ++i)
-        block.ahead(i).request_row(copy.row_bytes);
-    for (; count > 0; count = block.refill()) {
-        for (int64_t i = 0; i < count; ++i) {
-            if (block[i].bytes == copy.row_bytes) stage.add(block[i], copy_row, block.ahead(i));
-            else copy_long(block[i], Ahead{nullptr, nullptr});
-        }
-    }
+    const auto put = [&](const Span& span, Ahead ahead) { stage.add(span, copy_row, ahead); };
+    copy_spans(copy, way, first, last, put, streamer());
     stage.send_all();
 }
 
@@ -370,8 +363,10 @@ void copy_rows_by(const Way& way, const RowCopy& copy, int threads, int64_t stre
         ((reinterpret_cast<uintptr_t>(copy.target.base) | copy.target.stride) & 3) == 0;
     const bool streamed = in_words && copy.count > stream_above / copy.row_bytes;
     const bool staged = in_words && way.is_staged && copy.row_bytes <= kStagedRowMax;
+    const SpanFunction copy_run = streamed ? streamer() : copier(Hint::none);
     const auto some = [&](int64_t first, int64_t last) {
-        staged ? copy_staged(copy, way, first, last) : copy_range(copy, way, streamed, first, last);
+        if (staged) copy_staged(copy, way, first, last);
+        else copy_spans(copy, way, first, last, copier(way.hint), copy_run);
         finish_streams();
     };
     const int64_t rows = std::max<int64_t>(1, kPieceBytes / copy.row_bytes);

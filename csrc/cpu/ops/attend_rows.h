@@ -49,27 +49,21 @@ struct Work {
     bool pairs_ahead() const { return half && !ESS_TILES && head_rows > kHeads; }
 
 private:
-    template <typename T>
-    static void take(uintptr_t& at, T*& array, int64_t count) {
-        array = (T*)at;
-        at += round_up(count * int64_t(sizeof(T)), 64);
-    }
-
     // Lays the arrays out from `at` on; returns where they end.
     uintptr_t carve(uintptr_t at, int64_t slot_count) {
-        take(at, named, slot_count + kTile);
-        take(at, decoded, kTile);
-        take(at, zeros, row_words * 4);
-        take(at, packed, query.word_count());
-        take(at, rows, kTile * row_words);
-        take(at, values, half && !ESS_TILES ? kTile / 2 * columns : 0);
-        take(at, logits, kTile * query.width);
-        take(at, weights, half ? kTile / 2 * query.width : 0);
-        take(at, turned, ESS_TILES ? kTile / 2 * query.width : 0);
-        take(at, greatest, query.width);
-        take(at, sum, query.width);
-        take(at, fade, query.width);
-        take(at, out, head_rows * columns);
+        lay(at, named, slot_count + kTile);
+        lay(at, decoded, kTile);
+        lay(at, zeros, row_words * 4);
+        lay(at, packed, query.word_count());
+        lay(at, rows, kTile * row_words);
+        lay(at, values, half && !ESS_TILES ? kTile / 2 * columns : 0);
+        lay(at, logits, kTile * query.width);
+        lay(at, weights, half ? kTile / 2 * query.width : 0);
+        lay(at, turned, ESS_TILES ? kTile / 2 * query.width : 0);
+        lay(at, greatest, query.width);
+        lay(at, sum, query.width);
+        lay(at, fade, query.width);
+        lay(at, out, head_rows * columns);
         if constexpr (!half) weights = (uint32_t*)logits;
         return at;
     }

@@ -38,11 +38,11 @@ private:
     // Lays the arrays out from `at` on; returns where they end.
     uintptr_t carve(uintptr_t at, int64_t query_count) {
         const int64_t vectors = query_count * per_query;
-        packed = (uint32_t*)at, at += vectors * panel * 4;
-        weights = (float*)at, at += vectors * kLanes * 4;
-        at = round_up(at, 64), keys = (uint32_t*)at, at += kPageKeys * words * 4;
-        at = round_up(at, 64), begun = (Floats*)at, at += kPageKeys * sizeof(Floats);
-        logits = (float*)at, at += query_count * kPageKeys * 4;
+        lay(at, packed, vectors * panel);
+        lay(at, weights, vectors * kLanes);
+        lay(at, keys, kPageKeys * words);
+        lay(at, begun, kPageKeys);
+        lay(at, logits, query_count * kPageKeys);
         return at;
     }
 };

@@ -61,31 +61,25 @@ struct Screen {
     }
 
 private:
-    template <typename T>
-    static void take(uintptr_t& at, T*& array, int64_t count) {
-        array = (T*)at;
-        at += round_up(count * int64_t(sizeof(T)), 64);
-    }
-
     uintptr_t carve(uintptr_t at, const Index& call, int64_t query_count) {
         const int64_t vectors_count = query_count * per_query, dim = call.key_dim;
-        take(at, packed, vectors_count * panel);
-        take(at, weights, vectors_count * kLanes);
-        take(at, bias, vectors_count * kLanes);
-        for (float** each : {&slope_key, &slope_error, &floor}) take(at, *each, query_count);
-        take(at, counts, query_count);
-        take(at, positions, query_count * room);
-        for (float** each : {&lower, &upper}) take(at, *each, query_count * room + kLanes);
-        for (uint32_t** each : {&order, &spare}) take(at, *each, room + kLanes);
-        take(at, open, room + kLanes);
-        take(at, sure, room / kLanes + 1);
-        take(at, plain, kPageKeys * dim);
-        take(at, keys, kPageKeys * dim);
-        for (float** each : {&factors, &lengths, &errors}) take(at, *each, kPageKeys);
-        take(at, vectors, 2 * call.head_count * dim);
-        take(at, gathered, kPageKeys * (4 * dim + 4));
-        take(at, begun, kPageKeys);
-        take(at, logits, query_count * kPageKeys);
+        lay(at, packed, vectors_count * panel);
+        lay(at, weights, vectors_count * kLanes);
+        lay(at, bias, vectors_count * kLanes);
+        for (float** each : {&slope_key, &slope_error, &floor}) lay(at, *each, query_count);
+        lay(at, counts, query_count);
+        lay(at, positions, query_count * room);
+        for (float** each : {&lower, &upper}) lay(at, *each, query_count * room + kLanes);
+        for (uint32_t** each : {&order, &spare}) lay(at, *each, room + kLanes);
+        lay(at, open, room + kLanes);
+        lay(at, sure, room / kLanes + 1);
+        lay(at, plain, kPageKeys * dim);
+        lay(at, keys, kPageKeys * dim);
+        for (float** each : {&factors, &lengths, &errors}) lay(at, *each, kPageKeys);
+        lay(at, vectors, 2 * call.head_count * dim);
+        lay(at, gathered, kPageKeys * (4 * dim + 4));
+        lay(at, begun, kPageKeys);
+        lay(at, logits, query_count * kPageKeys);
         return at;
     }
 };
@@ -314,10 +308,6 @@ void score(const Index& call, const Run& run, const IndexWork& work, const Scree
     if (work.spread == 4) return score_open<half, 4>(call, run, work, screen, query, open_count);
     if (work.spread == 2) return score_open<half, 2>(call, run, work, screen, query, open_count);
     score_open<half, 1>(call, run, work, screen, query, open_count);
-}
-
-ESS_LANE float value_of(uint32_t key) {
-    return as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
 // Keeps the places of a list that `keeps` names, 16 at a time.

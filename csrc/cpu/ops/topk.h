@@ -25,6 +25,11 @@ ESS_LANE uint32_t order_of(float logit) {
     return pick((bits & 0x7FFFFFFFu) > inf_bits, 0xFFFFFFFFu, key);
 }
 
+// The logit of a key; of the two zeros, 0.
+ESS_LANE float value_of(uint32_t key) {
+    return as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
 // Those that are not below `least`, NaN among them.
 ESS_LANE int64_t keep_from(const float* logits, int64_t count, float least,
                            const Candidates& kept) {
@@ -113,7 +118,7 @@ inline float likely_least(const float* logits, int64_t count, int64_t k, const C
         room.keys[i] = order_of(logits[i * count / kSample]);
     const uint32_t key = threshold_of(room.keys, kSample, rank, room.spare).key;
     if (key == 0xFFFFFFFFu) return -__builtin_inff();
-    return as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+    return value_of(key);
 }
 
 // The k positions above the threshold or among the first equal to it.

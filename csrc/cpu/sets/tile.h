@@ -29,6 +29,13 @@ ESS_LANE void store(void* to, Vector vector) {
     __builtin_memcpy(to, &vector, sizeof vector);
 }
 
+// Gives `array` the scratch memory from `at` on, in whole lines.
+template <typename T>
+ESS_LANE void lay(uintptr_t& at, T*& array, int64_t count) {
+    array = (T*)at;
+    at += round_up(count * int64_t(sizeof(T)), 64);
+}
+
 ESS_LANE Floats all(float value) { return Floats{} + value; }
 
 template <bool half>

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -339,25 +340,29 @@ class Stage:
         self, arguments: Sequence[Tensor], *, turns: Turns | None = None, threads: int = 1
     ) -> list[Tensor]:
         """Arguments as taken, float32 or bfloat16; results as given."""
-        ready = self._ready or self._close()
-        tokens, taken = arguments[0].shape[0], 0
-        kept, results = [], []
+        ready, tokens = self._ready or self._close(), arguments[0].shape[0]
         if turns is not None and turns.tokens != tokens:
             raise BadInput(f"a rotation of {turns.tokens} tokens for {tokens}")
-        sides = [*(NO_TURNS if turns is None else turns.sides)]
-        for side in self._sides:
-            if isinstance(side, int):
-                tensor = _checked(arguments[taken], tokens, side)
-                taken += 1
-                kept.append(tensor)
-                sides += (tensor.data_ptr(), side * tensor.itemsize, FORMS[tensor.dtype])
-            else:
-                tensor = torch.empty((tokens, *side.shape), dtype=side.dtype)
-                results.append(tensor)
-                sides += (tensor.data_ptr(), side.stride, side.form)
+        results = [torch.empty(shape, dtype=dtype) for shape, dtype in self.made(tokens)]
+        sides, kept = self._listed(arguments, results, turns)
         _run()(ready, struct.pack(f"{len(sides)}q", *sides), tokens, threads)
         del kept
         return results
+
+    def _listed(
+        self, arguments: Sequence[Tensor], results: Sequence[Tensor], turns: Turns | None
+    ) -> tuple[list[int], list[Tensor]]:
+        """Three numbers for each side, and the arguments in memory that has no gaps."""
+        tokens, kept, gives = arguments[0].shape[0], list[Tensor](), iter(results)
+        listed = [*(NO_TURNS if turns is None else turns.sides)]
+        for side in self._sides:
+            if isinstance(side, int):
+                tensor = _checked(arguments[len(kept)], tokens, side)
+                kept.append(tensor)
+                listed += (tensor.data_ptr(), side * tensor.itemsize, FORMS[tensor.dtype])
+            else:
+                listed += (next(gives).data_ptr(), side.stride, side.form)
+        return listed, kept
 
     def made(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and type of each result for this many tokens."""
@@ -373,18 +378,9 @@ class Stage:
         expected = zip(results, self.made(tokens), strict=True)
         for tensor, (shape, dtype) in expected:
             require("a result", tensor, shape, (dtype,))
-        takes = iter(arguments)
-        gives = iter(results)
-        listed = [*(NO_TURNS if turns is None else turns.sides)]
-        for side in self._sides:
-            if isinstance(side, int):
-                tensor = next(takes)
-                assert _checked(tensor, tokens, side) is tensor, "an argument that is not dense"
-                listed += (tensor.data_ptr(), side * tensor.itemsize, FORMS[tensor.dtype])
-            else:
-                tensor = next(gives)
-                assert tensor.is_contiguous(), "a result that is not dense"
-                listed += (tensor.data_ptr(), side.stride, side.form)
+        listed, kept = self._listed(arguments, results, turns)
+        assert all(map(operator.is_, kept, arguments)), "an argument that is not dense"
+        assert all(tensor.is_contiguous() for tensor in results), "a result that is not dense"
         sides = zip(listed[::3], listed[1::3], listed[2::3], strict=True)
         return ready, (records.Bound * (len(listed) // 3))(
             *(records.Bound(*each) for each in sides)

@@ -46,10 +46,10 @@ def turns(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
     """Cosines and sines [tokens, width] from a table [length, 2, width] of both; None where it
     lacks a position."""
     length, _, width = table.shape
-    both = torch.empty(2, len(positions), width)
-    pointers = table.data_ptr(), positions.data_ptr(), both.data_ptr()
-    done = _call("ess_turns", 3, 3)(*pointers, length, width, len(positions))
-    return (both[0], both[1]) if done else None
+    cos, sin = torch.empty(2, len(positions), width)
+    pointers = table.data_ptr(), positions.data_ptr(), cos.data_ptr(), sin.data_ptr()
+    done = _call("ess_turns", 4, 3)(*pointers, length, width, len(positions))
+    return (cos, sin) if done else None
 
 
 def embedded(table: Tensor, ids: Tensor) -> Tensor | None:
