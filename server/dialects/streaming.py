@@ -56,11 +56,13 @@ class Writer(Protocol):
     repeats_chances: bool = False
     ends_long: bool = False
 
-    def begin(self) -> bytes: ...
+    def begin(self) -> bytes:
+        return b""
 
     def feed(self, index: int, delta: Delta) -> bytes: ...
 
-    def end(self) -> bytes: ...
+    def end(self) -> bytes:
+        return b""
 
     def long_end(self) -> Iterator[bytes]:
         yield self.end()

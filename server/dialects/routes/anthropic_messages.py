@@ -155,9 +155,6 @@ class MessageWriter(Writer):
         self._encoder = msgspec.json.Encoder()
         self._is_begun = False
 
-    def begin(self) -> bytes:
-        return b""
-
     def feed(self, index: int, delta: Delta) -> bytes:
         assert index == 0, "a message is one answer"
         shape = self._shape

@@ -262,16 +262,10 @@ class GenerateWriter(Writer):
     def __init__(self, shape: GenerateShape) -> None:
         self._shape = shape
 
-    def begin(self) -> bytes:
-        return b""
-
     def feed(self, index: int, delta: Delta) -> bytes:
         if not delta.tokens and delta.finish is None:
             return b""
         return event(self._shape.answer(index))
-
-    def end(self) -> bytes:
-        return b""
 
 
 async def generate_tokens(request: Request) -> Response:
@@ -351,9 +345,6 @@ class TokensWriter(Writer):
         options = shape.ask.stream_options
         self._has_usage = has_usage(shape.grown.service, options)
         self._counts = bool(options and options.continuous_usage_stats)
-
-    def begin(self) -> bytes:
-        return b""
 
     def feed(self, index: int, delta: Delta) -> bytes:
         if not delta.tokens and delta.finish is None:
