@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -284,17 +284,19 @@ def _save(path: Path, segment: Segment) -> None:
     os.replace(draft, path)
 
 
+def offload_of_one(layout: ModelLayout, pages: int, *, is_resident: bool, **more: Any) -> Offload:
+    """For one request of at most `pages` pages: slots for all its rows, or a block per group."""
+    each = pages * layout.page_bytes if is_resident else layout.chunk_bytes
+    host_bytes, length_max = pages * layout.host_page_bytes, pages * PAGE_ROWS
+    made = {"host_bytes": host_bytes, "length_max": length_max, "slot_floor": 1, **more}
+    return Offload.create(layout, slot_bytes=layout.group_count * each, **made)
+
+
 def _make(model: Model, layout: ModelLayout, ids: list[int]) -> Segment:
     """Runs it through the engine like a prompt; MTP pairs the last of `ids` with the last row."""
     count = len(ids) - 1
     pages = div_ceil(len(ids), PAGE_ROWS) + 1
-    with Offload.create(
-        layout,
-        slot_bytes=layout.group_count * layout.chunk_bytes,
-        host_bytes=pages * layout.host_page_bytes,
-        length_max=pages * PAGE_ROWS,
-        slot_floor=1,
-    ) as offload:
+    with offload_of_one(layout, pages, is_resident=False) as offload:
         engine = Engine(model, offload, EngineConfig(mtp=1, warm=False))
         request = engine.add(ids, Sampling(tokens_max=1))
         while request.state in ("waiting", "prefilling"):

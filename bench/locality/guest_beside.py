@@ -17,11 +17,11 @@ from typing import Any, Final, Protocol
 
 from ess import console
 from ess.bench.harness.lists import amount, size, sizes
+from ess.bench.harness.prefix import offload_of_one
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.text import text_of
 from ess.bench.harness.threads import compute_threads
 from ess.bench.locality.guest_quality import random_model
-from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadState, Unavailable
@@ -145,13 +145,7 @@ class Ours:
     def __init__(self, model: Model, task: Task) -> None:
         self._task, layout = task, model.config.layout()
         pages = div_ceil(len(task.prompt) + task.tokens, PAGE_ROWS) + 3
-        self.offload = Offload.create(
-            layout,
-            slot_bytes=layout.group_count * pages * layout.page_bytes,
-            host_bytes=pages * layout.host_page_bytes,
-            length_max=pages * PAGE_ROWS,
-            slot_floor=1,
-        )
+        self.offload = offload_of_one(layout, pages, is_resident=True)
         self._engine = Engine(model, self.offload, EngineConfig())
 
     def turn(self, clock: Clock) -> dict[str, float]:

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from ess import console
-from ess.bench.harness.prefix import Prefix
+from ess.bench.harness.prefix import Prefix, offload_of_one
 from ess.bench.locality.guest_text import prefilled
 from ess.bench.locality.record_trace import record
-from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
@@ -102,15 +101,8 @@ def main(*, into: Path) -> None:
 
 def _answer(prefix: Prefix, asked: list[int]) -> list[int]:
     """A greedy answer of the recorded length, even if the guest would have ended earlier."""
-    layout = prefix.layout
     pages = (len(asked) + QUERIES) // PAGE_ROWS + 3
-    with Offload.create(
-        layout,
-        slot_bytes=layout.group_count * pages * layout.page_bytes,
-        host_bytes=pages * layout.host_page_bytes,
-        length_max=pages * PAGE_ROWS,
-        slot_floor=1,
-    ) as offload:
+    with offload_of_one(prefix.layout, pages, is_resident=True) as offload:
         engine = Engine(prefix.model, offload, EngineConfig(mtp=1))
         wanted = Sampling(tokens_max=QUERIES + 1, ignore_eos=True)
         request = engine.add(asked, wanted)

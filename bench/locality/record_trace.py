@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ess.bench.engine.arms.around import WrappedPlacement
 from ess.bench.engine.arms.decode_arm import lay_in
-from ess.bench.harness.prefix import Prefix
-from ess.door import Offload
+from ess.bench.harness.prefix import Prefix, offload_of_one
 from ess.door import Sequence as Served
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
@@ -114,14 +113,7 @@ def _windows(
     pages = div_ceil(start + query_count + WINDOW_MAX, PAGE_ROWS) + 4
     recorded = []
     kept = Windowed()
-    with Offload.create(
-        layout,
-        slot_bytes=layout.group_count * layout.chunk_bytes,
-        host_bytes=pages * layout.host_page_bytes,
-        length_max=pages * PAGE_ROWS,
-        slot_floor=1,
-        placement=kept.over,
-    ) as offload:
+    with offload_of_one(layout, pages, is_resident=False, placement=kept.over) as offload:
         engine = Engine(prefix.model, offload, EngineConfig(mtp=1))
         scoring = Scoring(engine.runner.ops)
         engine.runner.ops = Ops(engine.runner.ops.name, cast(Backend, scoring))

@@ -19,6 +19,7 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
+from ess.bench.engine import orders
 from ess.bench.engine.calibrate import SETTLE_STEPS, settled_engine
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.threads import compute_threads
@@ -52,10 +53,7 @@ LEAST_MS: Final = 1e-3
 """The least time, as a ratio to 0 is undefined."""
 
 ORDERS: Final[tuple[tuple[Tbo, Sbo], ...]] = (
-    ("on", "off"),
-    ("off", "combine-down"),
-    ("off", "combine-shared"),
-    ("off", "dispatch-shared"),
+    *orders.ORDERS,
     ("on", "combine-shared"),
     ("on", "dispatch-shared"),
 )
