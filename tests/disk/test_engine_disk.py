@@ -98,7 +98,7 @@ def test_answers_are_alike_from_host_disk_and_neither(name: str, mtp: int, tmp_p
 
 @pytest.mark.parametrize(
     ("length", "mtp"),
-    few(zip(LENGTHS, (1, 2, 1, 2, 1, 1, 2), strict=True), all_of=product(LENGTHS, (1, 2))),
+    few(zip(LENGTHS, (2, 1, 1, 1, 2, 1, 2), strict=True), all_of=product(LENGTHS, (1, 2))),
 )
 def test_whole_prompts_of_pages_come_back(length: int, mtp: int, tmp_path: Path) -> None:
     """A prompt of 64 n + 1 tokens has nothing left to prefill."""
