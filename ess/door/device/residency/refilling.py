@@ -3,6 +3,10 @@
 Only the device knows which rows are absent, so a walk offers stretches of a sequence's rows, and
 kernels take the absent ones. A stretch is offered only if all of it fits and a tenth of the slots
 stays free, and only while no landing is under way.
+
+A walk that has come around has the sequence asked anew, and is forgotten where no landing lasts
+until the answer. So it seldom rests: what is free is a bound here, which may grow without a
+departure.
 """
 
 from __future__ import annotations
