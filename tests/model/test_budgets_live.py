@@ -110,6 +110,7 @@ def test_many_chunks_move_by_pieces(monkeypatch):
     monkeypatch.setattr(budgets, "PIECES_EACH", 1)
     curves.clear()
     assert coarse.offload._pools.sparse.chunks.counts() == [9, 9, 9]
+    monkeypatch.setattr(coarse.offload._pools.sparse.chunks, "_most", [12, 12, 12])
     assert coarse.run(60, every=30) > 0
     moves = np.array(coarse.offload._pools.sparse.chunks.counts()) - 9
     assert moves.any()
@@ -117,6 +118,7 @@ def test_many_chunks_move_by_pieces(monkeypatch):
     for curve, by_chunk in zip(curves[0], by_chunks, strict=True):
         assert curve.size == 27 // 2 + 1
         np.testing.assert_allclose(curve[:5], by_chunk[1:10:2], err_msg="up to its nine chunks")
+        assert (curve[5:] == curve[5]).all(), "a sixth piece would make 13 chunks"
     coarse.offload.check()
 
 
