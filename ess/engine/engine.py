@@ -246,7 +246,8 @@ class Engine:
 
     @torch.inference_mode()
     def rehearse(self, tell: Callable[[str], None]) -> None:
-        """Before the first request: a device captures the steps that will be usual as graphs."""
+        """Before the first request: weights are packed where steps read them so, and a device
+        captures the steps that will be usual as graphs."""
         assert self.is_idle, "requests wait for a rehearsal"
         self._flights.rehearse(tell)
 

@@ -11,6 +11,8 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.requests.request import Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState
+from ess.kernels.cpu import stage
+from ess.models.model import Model
 from tests.support.checkpoints import small, tokens
 from tests.support.few import pairs
 from tests.support.greedy import greedy
@@ -34,9 +36,10 @@ def engine(
     host_pages: int = 24,
     index_pages: int | None = None,
     chunk_tokens: int = 48,
+    model: Model | None = None,
     **config,
 ) -> Engine:
-    made = small(family, layer_count=3)
+    made = model or small(family, layer_count=3)
     layout = made.config.layout(row="f32", index="f32", has_mtp=mtp > 1)
     offload = Offload.create(
         layout,
@@ -60,6 +63,23 @@ def run(eng: Engine) -> None:
     assert stats.free_host_page_count == stats.host_page_count
     assert stats.free_index_page_count == stats.index_page_count
     assert eng._flights._future.is_empty, "a token or an outcome was left on the device"
+
+
+def test_a_rehearsed_engine_packs_no_weights_in_its_first_steps(monkeypatch):
+    """The first request of a server would wait for that."""
+    eng = engine("v32", mtp=2, model=small.__wrapped__("v32", layer_count=3))
+    eng.rehearse(lambda said: None)
+    called, function = [], stage._function
+
+    def noted(name, *kinds, **more):
+        called.append(name)
+        return function(name, *kinds, **more)
+
+    monkeypatch.setattr(stage, "_function", noted)
+    made = eng.add(prompt(90), Sampling(tokens_max=10))
+    run(eng)
+    assert made.output == expected("v32", 90, 10)
+    assert "ess_pack" not in called, called
 
 
 @pytest.mark.parametrize(

@@ -145,11 +145,12 @@ class Flights:
         return outcomes
 
     def rehearse(self, tell: Callable[[str], None]) -> None:
-        """Captures the usual steps, as far as graphs have room, and reports progress to `tell`.
-        Ranks meet in each of these steps; a rank that has done its part stands by until all ranks
-        have."""
+        """Packs the weights; captures the usual steps, as far as graphs have room, and reports
+        progress to `tell`. Ranks meet in each of these steps; a rank that has done its part stands
+        by until all ranks have."""
         assert not self._flights, "a step is under way"
         runner, started_s = self._runner, self._clock.now_s()
+        runner.pack()
         self._ranks.counts = False
         if self.replays is not None:
             most = counted(max(self.replays.sizes, default=0), "request")
