@@ -132,14 +132,10 @@ class Pair:
     def hand_over(self, prompt: list[int], *, bytes_per_s: float, at_once: bool) -> LandingTimes:
         self._uid += 1
         self._child.tell(uid=self._uid, prompt=prompt, bytes_per_s=bytes_per_s)
-        if at_once:
-            made = self._made_while_pumping()
-            request = self._taken(prompt)
-            landed_s, first_s = self._landed(request)
-        else:
-            request = self._taken(prompt)
-            landed_s, first_s = self._landed(request)
-            made = self._made_while_pumping()
+        made = self._made_while_pumping() if at_once else None
+        request = self._taken(prompt)
+        landed_s, first_s = self._landed(request)
+        made = made or self._made_while_pumping()
         self._finish(request)
         return LandingTimes(
             prompt_s=made["took_s"],

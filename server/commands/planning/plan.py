@@ -63,6 +63,22 @@ class HardwareFlags:
         given = self.device_bytes
         return None if given is None else parse_size(given, "--device-bytes")
 
+    def asked(self, context: int, ways: WayFlags, nodes: NodeFlags, **more: Any) -> Ask:
+        return Ask(
+            context=context,
+            queries_each=self.mtp,
+            accepted=self.accepted,
+            gpu_count=self.gpus,
+            device_bytes=self.device_limit,
+            host_bytes=nodes.host_bytes(self.gpus),
+            parallel=ways.over(self.gpus),
+            **more,
+        )
+
+    def planner_for(self, setup: Setup, model: str) -> Planner:
+        ask, gpu, node = setup.ask, setup.gpu, setup.node
+        return planner_of(ask, gpu, node, model=model, stack=self.stack, package=self.perf_db)
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,18 +204,8 @@ class WorkerFlags(HardwareFlags):
     "A model that selects rows: deepseek-v3.2, glm-5 or glm-5.2."
 
     def planner(self, context: int, ways: WayFlags, nodes: NodeFlags) -> Planner:
-        ask = Ask(
-            context=context,
-            queries_each=self.mtp,
-            accepted=self.accepted,
-            gpu_count=self.gpus,
-            device_bytes=self.device_limit,
-            host_bytes=nodes.host_bytes(self.gpus),
-            parallel=ways.over(self.gpus),
-        )
-        return planner_of(
-            ask, self.gpu, nodes.node, model=self.model, stack=self.stack, package=self.perf_db
-        )
+        setup = Setup(ask=self.asked(context, ways, nodes), node=nodes.node, gpu=self.gpu)
+        return self.planner_for(setup, self.model)
 
 
 def plan(
@@ -241,7 +247,7 @@ def plan(
     is_free = ask.parallel is None and ask.batch is None and ask.ratio is None
     cut = cut_of(decode.model, ask, pp_size, pp_layer_partition)
     question = _question(ask, tiers, nodes.node, is_searched=is_free)
-    planner_for = partial(_planner_for, decode)
+    planner_for = partial(decode.planner_for, model=decode.model)
     setup = Setup(ask=ask, node=nodes.node, gpu=decode.gpu)
     with console.patience("ess: searching batches, slots and ways to share the model ..."):
         planner = planner_for(setup)
@@ -257,17 +263,6 @@ def plan(
         show(answer, ask, question, [] if cut is None else cut.lines)
         if others:
             show_changes(others)
-
-
-def _planner_for(decode: DecodeFlags, setup: Setup) -> Planner:
-    return planner_of(
-        setup.ask,
-        setup.gpu,
-        setup.node,
-        model=decode.model,
-        stack=decode.stack,
-        package=decode.perf_db,
-    )
 
 
 def _fit(
@@ -303,18 +298,9 @@ def _fit(
 
 
 def _asked(decode: DecodeFlags, ways: WayFlags, nodes: NodeFlags) -> Ask:
-    return Ask(
-        context=parse_size(decode.ctx, "--ctx"),
-        queries_each=decode.mtp,
-        accepted=decode.accepted,
-        gpu_count=decode.gpus,
-        device_bytes=decode.device_limit,
-        host_bytes=nodes.host_bytes(decode.gpus),
-        token_us_max=None if decode.tpot is None else parse_duration(decode.tpot, "--tpot"),
-        batch=decode.batch,
-        ratio=decode.ratio,
-        parallel=ways.over(decode.gpus),
-    )
+    token_us_max = None if decode.tpot is None else parse_duration(decode.tpot, "--tpot")
+    more = {"token_us_max": token_us_max, "batch": decode.batch, "ratio": decode.ratio}
+    return decode.asked(parse_size(decode.ctx, "--ctx"), ways, nodes, **more)
 
 
 def _question(ask: Ask, tiers: TierFlags, node: Node, *, is_searched: bool) -> Question:
