@@ -15,14 +15,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ess.bench.gpu.layer import SCALE, Layer, captured_us, gather_of
+from ess.bench.gpu.layer import SCALE, Layer, captured_us, layers
 from ess.bench.gpu.layer_memory import KEYS, ROWS
-from ess.bench.gpu.layer_points import HOST_ROWS_MAX, Point, draw, lay_out
+from ess.bench.gpu.layer_points import Point
 from ess.bench.gpu.rig import Row, row
 from ess.kernels.cuda.adapters import choice
 from ess.kernels.cuda.adapters.deep_gemm import DeepGemm
 from ess.kernels.cuda.adapters.flash_mla import FlashMla
-from ess.kernels.cuda.driver import Device
 from ess.units import PAGE_ROWS
 
 PLACED: Final = (1, 4, 8, 16, 32)
@@ -57,17 +56,14 @@ def attend_kernels() -> None:
 
 
 def benches(*, smoke: bool, replays: int = REPLAYS) -> Iterator[Bench]:
-    gather = gather_of(Device())
     context = (4 << 10) if smoke else (32 << 10)
-    for batch, queries in ((1, 1),) if smoke else ((16, 1), (160, 1), (64, 2), (16, 4)):
-        slots = max(context // 5, 2048 * queries + 64)
-        point = Point(batch=batch, queries=queries, context=context, slots=slots)
-        host_rows = min(HOST_ROWS_MAX, batch * context)
-        laid_out = lay_out(point, draw(point), host_row_count=host_rows)
-        layer = Layer(point=point, batch=laid_out, gather=gather)
+    points = (
+        Point(batch=batch, queries=n, context=context, slots=max(context // 5, 2048 * n + 64))
+        for batch, n in (((1, 1),) if smoke else ((16, 1), (160, 1), (64, 2), (16, 4)))
+    )
+    for layer in layers(points):
         yield Bench(layer, replays=2 if smoke else replays)
         del layer
-        torch.cuda.empty_cache()
 
 
 class Bench:

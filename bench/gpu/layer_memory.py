@@ -1,4 +1,4 @@
-"""What one layer of a decode step has on a GPU, by who reads it: rows and their host, lists of
+"""What one layer of a decode step has on a GPU, by its reader: rows and their host, lists of
 slots, the index, weights. All of it is random and finite, of DeepSeek-V3.2's dimensions."""
 
 from __future__ import annotations

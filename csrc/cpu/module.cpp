@@ -1,5 +1,5 @@
 // The extension module exists so that installers build and find the library, whose functions are
-// called by name. It has one of its own, for what Python would take microseconds to say.
+// called by name. Only `address` is Python's: NumPy takes microseconds for the same.
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
@@ -16,20 +16,19 @@
 
 namespace ess {
 
+static const char* asked() { return std::getenv("ESS_ISA"); }
+static bool asks_for(const char* set) { return asked() && !std::strcmp(asked(), set); }
+
 static Isa detect() {
     Isa best = Isa::portable;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best = Isa::avx2;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl"))
         best = Isa::avx512;
-    const char* asked = std::getenv("ESS_ISA");
-    if (asked && !std::strcmp(asked, "portable")) best = Isa::portable;
-    if (asked && !std::strcmp(asked, "avx2") && best == Isa::avx512) best = Isa::avx2;
+    if (asks_for("portable")) best = Isa::portable;
+    if (asks_for("avx2") && best == Isa::avx512) best = Isa::avx2;
     return best;
 }
-
-static const char* asked() { return std::getenv("ESS_ISA"); }
-static bool asked_bf16() { return asked() && !std::strcmp(asked(), "avx512_bf16"); }
 
 Isa isa() {
     static const Isa chosen = detect();
@@ -38,7 +37,8 @@ Isa isa() {
 
 bool has_bf16() {
     static const bool has = isa() == Isa::avx512 && __builtin_cpu_supports("avx512bf16") &&
-                            __builtin_cpu_supports("avx512vnni") && (!asked() || asked_bf16());
+                            __builtin_cpu_supports("avx512vnni") &&
+                            (!asked() || asks_for("avx512_bf16"));
     return has;
 }
 

@@ -62,7 +62,7 @@ struct Entry {
 
 // ---- probe
 
-// Marks a slot that was found as used in this step; when it was used before.
+// Stamps the slot of a row with this step; returns the step of its last use, if the call selects.
 __device__ i32 stamp(const Resolve& call, i32 slot, i32 step) {
     if (call.purpose != kWrites) return atomicExch(&call.arena.last_use[slot], step);
     call.arena.last_use[slot] = step;
@@ -70,7 +70,7 @@ __device__ i32 stamp(const Resolve& call, i32 slot, i32 step) {
     return step;
 }
 
-// What the mark of a row is whose slot was found, and its age among those of hits.
+// The mark of a row that has a slot; counts the row's age if it is a hit.
 __device__ i32 mark_of(const Resolve& call, i32 slot, i32 age, i32 ticket, Landed landed,
                        u32* ages) {
     const bool is_landed = landed.has(ticket);

@@ -3,11 +3,11 @@
 //
 // A job owns copies of its index lists, so the caller may reuse them at once; the matrices and the
 // two timestamps stay the caller's until the job is complete. `completed` grows only after the
-// rows and the timestamps of a job are written, under the mutex that every waiter takes: who sees
-// a sequence number completed sees its rows.
-// A job of at most `at_once_bytes` that finds the lane idle is copied by who submits it: waking the
-// worker, and fetching what it wrote from its core's cache, would take longer. Nothing is under way
-// then, so the order stays that of submission.
+// rows and the timestamps of a job are written, under the mutex that every waiter takes: a thread
+// that sees a sequence number completed sees its rows.
+// A job of at most `at_once_bytes` that finds the lane idle is copied by the thread that submits
+// it: waking the worker, and fetching what it wrote from its core's cache, would take longer.
+// Nothing is under way then, so the order stays that of submission.
 // Closing finishes what was submitted. A forked child has the memory without the thread, and maybe
 // a mutex that no thread will ever release: every call asks for the process first and touches
 // nothing in a foreign one.
