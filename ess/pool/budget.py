@@ -28,6 +28,7 @@ from ess.units import div_ceil
 Curve = npt.NDArray[np.float64]
 
 WIN: Final = 0.05
+SWEEPS: Final = 4
 
 
 def divide(
@@ -66,18 +67,24 @@ def divide(
 def _hull(misses: Curve) -> list[int]:
     """Corners of the lower convex hull of (0, misses[0]), (1, misses[1]), ...
 
-    A point on or above the line between two others is no corner, so all points that are so between
-    their neighbours go at once, until there are none.
+    A point on or above the line between two others is no corner. Most are so between their
+    neighbours and go at once; the few that are left are looked at in turn.
     """
-    corners = np.arange(misses.size)
-    while True:
-        at = misses[corners]
-        left, middle, right = corners[:-2], corners[1:-1], corners[2:]
-        rise = (at[2:] - at[:-2]) * (middle - left)
-        stays = (at[1:-1] - at[:-2]) * (right - left) < rise
-        if stays.all():
-            return [int(corner) for corner in corners]
-        corners = np.concatenate([corners[:1], middle[stays], corners[-1:]])
+    points = np.arange(misses.size)
+    for _ in range(SWEEPS):
+        at = misses[points]
+        left, middle, right = points[:-2], points[1:-1], points[2:]
+        stays = (at[1:-1] - at[:-2]) * (right - left) < (at[2:] - at[:-2]) * (middle - left)
+        points = np.concatenate([points[:1], middle[stays], points[-1:]])[: points.size]
+    corners: list[tuple[int, float]] = []
+    for x, y in zip(points.tolist(), misses[points].tolist(), strict=True):
+        while len(corners) > 1:
+            (x0, y0), (x1, y1) = corners[-2:]
+            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
+                break
+            corners.pop()
+        corners.append((x, y))
+    return [x for x, _ in corners]
 
 
 def live_curve(
@@ -109,20 +116,24 @@ def live_curve(
     return curve
 
 
-def next_move(
+def best_division(
     curves: Sequence[Curve], chunks: Sequence[int], floors: Sequence[int]
-) -> tuple[int, int] | None:
-    """Source and target of the next chunk on the way to the best division, if that saves 5 %.
-
-    A group below its floor needs slots at any price; a group at its floor gives nothing.
-    """
+) -> tuple[int, ...]:
+    """How these chunks would be shared best. A group below its floor needs chunks at any price."""
     assert len(curves) == len(chunks) == len(floors), "one curve, count and floor per group"
     price = 1 + sum(float(curve.max()) for curve in curves)
     priced = [
         curve + price * np.maximum(0, floor - np.arange(curve.size))
         for curve, floor in zip(curves, floors, strict=True)
     ]
-    wanted = divide(priced, total_slots=sum(chunks), slots_min=1, block=1)
+    return divide(priced, total_slots=sum(chunks), slots_min=1, block=1)
+
+
+def next_move(
+    curves: Sequence[Curve], chunks: Sequence[int], floors: Sequence[int], wanted: Sequence[int]
+) -> tuple[int, int] | None:
+    """Source and target of the next chunk on the way to the division `wanted`, if that saves 5 %.
+    A group at its floor gives nothing."""
     present, best = _total(curves, chunks), _total(curves, wanted)
     if present - best <= WIN * present:
         return None

@@ -32,6 +32,7 @@ class Chunks:
         self._most = most
         owned = np.array([chunk for slab in slabs for chunk in slab.chunks()], np.int32)
         self._owner_of, self._first_of = owned.T.copy()
+        self._counts = self._counted()
 
     @classmethod
     def of_one_size(cls, layout: ModelLayout, count: int, most: Sequence[int]) -> Chunks:
@@ -68,6 +69,9 @@ class Chunks:
 
     def counts(self) -> list[int]:
         """The chunks of each group."""
+        return list(self._counts)
+
+    def _counted(self) -> list[int]:
         counts: list[int] = np.bincount(self._owner_of, minlength=self.layout.group_count).tolist()
         assert all(counts), f"a group owns no chunk: {counts}"
         return counts
@@ -91,10 +95,13 @@ class Chunks:
         """These chunks, whose slots are cleared, belong to `target` from now on."""
         assert (self._owner_of[chunks] == source).all(), f"{chunks} are not all of group {source}"
         self._owner_of[chunks] = target
+        self._counts[source] -= len(chunks)
+        self._counts[target] += len(chunks)
+        assert self._counts[source] > 0, f"group {source} has given its last chunk"
 
     def check(self) -> None:
-        owners = set(self._owner_of.tolist())
-        assert owners == set(range(self.layout.group_count)), f"chunks are of groups {owners}"
+        counts = self._counted()
+        assert counts == self._counts, f"{counts} chunks of the groups, and {self._counts} by count"
 
     def slab(self, group: int) -> Slab:
         """Its counts are those of the start; their sum stays."""

@@ -22,7 +22,7 @@ def test_the_tokens_are_those_of_the_host(values, monkeypatch):
     """A chunk moves wherever one can, every third step, also between replays of a graph."""
     targets = itertools.count()
 
-    def forced(curves, chunks, floors):
+    def forced(curves, chunks, floors, wanted):
         assert all(np.isfinite(curve).all() for curve in curves)
         source = int(np.argmax(np.array(chunks) - np.array(floors)))
         target = next(number for number in targets if number % len(chunks) != source)

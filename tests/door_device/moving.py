@@ -15,7 +15,7 @@ def turns(monkeypatch):
     """The group with most chunks gives one to the next: curves only show what each side knows."""
     seen = []
 
-    def forced(curves, chunks, floors):
+    def forced(curves, chunks, floors, wanted):
         seen.append((np.array(curves), list(chunks), list(floors)))
         source = int(np.argmax(np.array(chunks) - np.array(floors)))
         return (source, (source + 1) % len(chunks)) if chunks[source] > floors[source] else None

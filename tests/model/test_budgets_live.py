@@ -9,7 +9,7 @@ from ess.door import Offload
 from ess.door.residency import budgets
 from ess.errors import BadState
 from ess.flashtrans import InlineLane
-from ess.pool.budget import live_curve, next_move
+from ess.pool.budget import best_division, live_curve, next_move
 from ess.units import PAGE_ROWS
 from tests.model.world import GROUPED, ROW_BYTES, SINGLE, TOP_K
 from tests.support.move_budget import move_budget
@@ -183,19 +183,23 @@ def test_a_curve_by_hand():
     assert free[3:].tolist() == [3.0, 3.0], "free slots: its misses are first touches"
 
 
+def move(curves, chunks, floors):
+    return next_move(curves, chunks, floors, best_division(curves, chunks, floors))
+
+
 def test_the_next_move():
     steep = np.array([100.0, 60, 40, 30, 25, 22, 20])
     flat = np.array([10.0, 2, 1, 1, 1, 1, 1])
-    assert next_move([steep, flat], [2, 4], [1, 1]) == (1, 0)
-    assert next_move([steep, flat], [2, 4], [1, 4]) is None, "all of it is promised"
-    assert next_move([steep, flat], [2, 4], [3, 4]) is None, "no group gives of its floor"
+    assert move([steep, flat], [2, 4], [1, 1]) == (1, 0)
+    assert move([steep, flat], [2, 4], [1, 4]) is None, "all of it is promised"
+    assert move([steep, flat], [2, 4], [3, 4]) is None, "no group gives of its floor"
     for scale in (1, 1e-3):
-        assert next_move([scale * steep, scale * flat], [2, 4], [3, 1]) == (1, 0)
-    assert next_move([steep, flat], [5, 1], [1, 1]) is None, "it is the best already"
-    assert next_move([steep * 0 + 1, flat * 0 + 1], [3, 3], [1, 1]) is None
+        assert move([scale * steep, scale * flat], [2, 4], [3, 1]) == (1, 0)
+    assert move([steep, flat], [5, 1], [1, 1]) is None, "it is the best already"
+    assert move([steep * 0 + 1, flat * 0 + 1], [3, 3], [1, 1]) is None
     mild = np.array([50.0, 30, 10, 9, 8.9, 8.8, 8.7, 8.6, 8.5])
     starved = np.array([100.0, 60, 30, 10, 9, 8.9, 8.8, 8.7, 8.6])
     groups = [mild * 0 + 1, mild, starved]
-    assert next_move(groups, [4, 3, 1], [1, 1, 1]) == (0, 2), "to the group that lacks most"
+    assert move(groups, [4, 3, 1], [1, 1, 1]) == (0, 2), "to the group that lacks most"
     close = np.array([100.0, 99, 98, 97, 96, 95, 94])
-    assert next_move([close, close * 0], [2, 4], [1, 1]) is None, "3 % are not worth it"
+    assert move([close, close * 0], [2, 4], [1, 1]) is None, "3 % are not worth it"

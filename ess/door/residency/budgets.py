@@ -8,19 +8,35 @@ its groups.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from ess.array_types import Counts
 from ess.door.memory.pools import Pools
-from ess.pool.budget import Curve, live_curve, next_move
+from ess.pool.budget import Curve, best_division, live_curve, next_move
 from ess.pool.capacity import SLOTS, WINDOW_SLOTS
 from ess.units import div_ceil
 
 SHARE: Final = 64
 PIECES: Final = 1024
 PIECES_EACH: Final = 16
+
+
+class Sharing(NamedTuple):
+    """Groups with rows of one size, which share chunks; all counts are of pieces."""
+
+    groups: tuple[int, ...]
+    piece: int
+    curves: list[Curve]
+    floors: list[int]
+    wanted: tuple[int, ...]
+
+    def next_move(self, counts: list[int]) -> tuple[int, int] | None:
+        """The groups between which the next piece moves, if that pays."""
+        held = [counts[group] // self.piece for group in self.groups]
+        move = next_move(self.curves, held, self.floors, self.wanted)
+        return None if move is None else (self.groups[move[0]], self.groups[move[1]])
 
 
 @dataclass(slots=True)
@@ -48,40 +64,46 @@ class Budgets:
         sparse = self.pools.sparse
         if sparse.step == self._step:
             return 0
-        curves, chunk_count = self._curves(misses), sum(sparse.chunks.counts())
-        floors = [self.floor(group) for group in range(len(curves))]
+        sharings, chunk_count = self._sharings(misses), sum(sparse.chunks.counts())
         sparse.begin_step()
         self._step = sparse.step
         moved = 0
         while moved < max(1, chunk_count // SHARE):
-            move = self._next_move(curves, floors)
-            if move is None:
+            piece = self._move_next(sharings)
+            if not piece:
                 break
-            source, piece = move[0], self._piece(move[0])
-            if not sparse.move_chunks(*move, piece):
-                break
-            assert sparse.chunks.counts()[source] >= floors[source], f"group {source} is too small"
             moved += piece
         assert sum(sparse.chunks.counts()) == chunk_count, "a chunk was lost"
         return moved
 
-    def _next_move(self, curves: list[Curve], floors: list[int]) -> tuple[int, int] | None:
-        """The first move of a piece that pays, between groups with rows of one size."""
-        layout, counts = self.pools.layout, self.pools.sparse.chunks.counts()
-        for size in layout.row_sizes:
-            groups = layout.size_groups(size)
-            piece = self._piece(groups[0])
-            move = next_move(
-                [curves[group] for group in groups],
-                [counts[group] // piece for group in groups],
-                [
-                    div_ceil(max(0, floors[group] - counts[group] % piece), piece)
-                    for group in groups
-                ],
-            )
+    def _move_next(self, sharings: list[Sharing]) -> int:
+        """Moves the first piece whose move pays; returns its chunks, or 0."""
+        chunks = self.pools.sparse.chunks
+        for sharing in sharings:
+            move = sharing.next_move(chunks.counts())
             if move is not None:
-                return groups[move[0]], groups[move[1]]
-        return None
+                if not self.pools.sparse.move_chunks(*move, sharing.piece):
+                    return 0
+                source = move[0]
+                assert chunks.counts()[source] >= self.floor(source), f"{source} is too small"
+                return sharing.piece
+        return 0
+
+    def _sharings(self, misses: Counts) -> list[Sharing]:
+        """How chunks would be shared best now, for each size of rows."""
+        layout, counts = self.pools.layout, self.pools.sparse.chunks.counts()
+        curves, sharings = self._curves(misses), []
+        for size in layout.row_sizes:
+            groups = tuple(layout.size_groups(size))
+            piece, own = self._piece(groups[0]), [curves[group] for group in groups]
+            held = [counts[group] // piece for group in groups]
+            floors = [
+                div_ceil(max(0, self.floor(group) - counts[group] % piece), piece)
+                for group in groups
+            ]
+            wanted = best_division(own, held, floors)
+            sharings.append(Sharing(groups, piece, own, floors, wanted))
+        return sharings
 
     def _curves(self, misses: Counts) -> list[Curve]:
         """Rows per step that every group would fetch, over all its layers, by pieces."""
