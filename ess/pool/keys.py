@@ -49,13 +49,16 @@ class KeyPages:
     def key_bytes(self) -> int:
         return int(self._values.shape[3] + self._scales.shape[3])
 
-    def write(self, layer: int, rows: RowIds, keys: Bytes) -> None:
-        """Writes `keys` [n, key_bytes], each the values of a key, then its scale."""
-        assert keys.shape == (len(rows), self.key_bytes), f"{len(rows)} rows, keys {keys.shape}"
+    def write(self, layers: int | Sequence[int], rows: RowIds, keys: Bytes) -> None:
+        """Writes `keys` [n, key_bytes], each the values of a key, then its scale; of several layers
+        [layers, n, key_bytes]."""
+        layer = np.asarray(layers)[..., None]
+        shape = (*layer.shape[:-1], len(rows), self.key_bytes)
+        assert keys.shape == shape, f"keys {keys.shape} for {shape}"
         last = self._are_last(rows)
         page, offset = self._places(rows[last])
-        self._values[layer, page, offset] = keys[last, : self.value_bytes]
-        self._scales[layer, page, offset] = keys[last, self.value_bytes :]
+        self._values[layer, page, offset] = keys[..., last, : self.value_bytes]
+        self._scales[layer, page, offset] = keys[..., last, self.value_bytes :]
 
     def _are_last(self, rows: RowIds) -> npt.NDArray[np.bool_]:
         """Whether each row is the last of its unit."""

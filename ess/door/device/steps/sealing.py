@@ -229,22 +229,22 @@ class SealedStep:
         assert self._whereabouts is not None, "rows are marked when their positions are known"
         places, host_rows = self._whereabouts
         latent.mark_rows(layers, host_rows)
-        keys = self._place.host_keys[: pools.index.keys.layer_count * self._query_count]
-        for group in self._keyed:
-            mine = keys[group * self._query_count :][places]
-            latent.keys.write(group, host_rows, mine)
-        latent.mark_keys(self._keyed, host_rows)
+        if self._keyed:
+            queries = np.array(self._keyed)[:, None] * self._query_count + places
+            latent.keys.write(self._keyed, host_rows, self._place.host_keys[queries])
+            latent.mark_keys(self._keyed, host_rows)
         for sequence in self._sequences:
             sequence.progress.publish()
 
     def _where(self, kept: list[int]) -> tuple[Ints, Ints]:
         """Numbers of the queries that were kept, and their host rows."""
-        places, host_rows, first = [], [], 0
+        places, host_rows, first = list[int](), list[int](), 0
         for sequence, count, brought in zip(self._sequences, kept, self._query_counts, strict=True):
-            places.append(np.arange(first, first + count, dtype=np.int32))
-            host_rows.append(sequence.holding.host_rows(sequence.length, count))
+            places += range(first, first + count)
+            new = range(sequence.length, sequence.length + count)
+            host_rows += map(sequence.holding.host_row, new)
             first += brought
-        return np.concatenate(places), np.concatenate(host_rows)
+        return np.array(places, np.int32), np.array(host_rows, np.int32)
 
 
 def _arrays(pools: DevicePools) -> dict[str, Any]:
