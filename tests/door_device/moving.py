@@ -1,4 +1,5 @@
-"""Slots change their layer group, on a device as on the host: run by test_doors.py."""
+"""Slots change their layer group, on a device as on the host, and what is known of residents: run
+by test_doors.py."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import numpy as np
 import pytest
 
 from ess.door.residency import budgets
+from ess.kernels.cuda.streams import CudaEvent
+from ess.pool.lru.cuda_shape import REPORT
 from tests.door_device.doors import LAYOUT
 from tests.door_device.played import made, step  # noqa: F401  a fixture
 
@@ -117,3 +120,23 @@ def test_chunks_move_by_pieces(made, turns, monkeypatch):  # noqa: F811
     assert turns[0][1] == given, "pieces of three"
     assert len(turns[0][0][0]) == 27 // 3 + 1
     doors.audit()
+
+
+def test_what_is_resident_follows_from_one_copy_of_the_counts(made, monkeypatch):  # noqa: F811
+    """A copy lands while the host asks: in it rows have given way to work that it has ended."""
+    doors = made(chunks=24, seed=27)
+    pair = doors.open(list(range(70)))
+    doors.each(pair, "fill", says=False)
+    doors.drain()
+    counting = doors.device._pools.counting
+    while not doors.device.all_resident([pair[1]]):
+        counting.wait()
+    counting.claims(np.full(LAYOUT.group_count, 1 << 20))
+    at = [REPORT.index("claimed"), REPORT.index("evicted")]
+    counting.totals[0, :, at] += 5
+    counting.send()
+    done, late = CudaEvent.done, [False]
+    monkeypatch.setattr(CudaEvent, "done", lambda event: late.pop() if late else done(event))
+    assert not doors.device.all_resident([pair[1]])
+    assert not late, "the host has not asked"
+    counting.totals[0, :, at] -= 5

@@ -45,19 +45,19 @@ class DeviceSide:
 
     def stats(self) -> Stats:
         """The counts of the latest step whose results the host has."""
-        pools, counting = self.pools, self.pools.counting
+        pools, heard = self.pools, self.pools.counting.heard()
         row_bytes = np.array([len(g) for g in pools.layout.groups]) * pools.layout.row_bytes
         times: dict[str, Any] = {name: n.copy() for name, n in self.timings.counts.items()}
         return Stats(
-            hit_count=counting.counts("hits", "select"),
-            miss_count=counting.counts("claimed", "select"),
-            place_count=counting.counts("places", "select"),
-            evicted_count=counting.counts("evicted", "select", "landing"),
-            fetched_bytes=counting.counts("claimed", "select", "landing") * row_bytes,
-            stored_bytes=counting.counts("stored") * row_bytes,
+            hit_count=heard.counts("hits", "select"),
+            miss_count=heard.counts("claimed", "select"),
+            place_count=heard.counts("places", "select"),
+            evicted_count=heard.counts("evicted", "select", "landing"),
+            fetched_bytes=heard.counts("claimed", "select", "landing") * row_bytes,
+            stored_bytes=heard.counts("stored") * row_bytes,
             moved_bytes=self.stopwatch.moved_rows * row_bytes,
             **times,
-            used_slot_count=counting.used(),
+            used_slot_count=heard.used(),
             step_count=self.step_count,
             **pool_counts(pools),
         )
@@ -86,7 +86,8 @@ class DeviceSide:
         pools.lane.mark().wait()
         counting.wait()
         pools.sparse.look()
-        misses = counting.counts("claimed", "select") + counting.counts("places", "select")
+        heard = counting.heard()
+        misses = heard.counts("claimed", "select") + heard.counts("places", "select")
         moved = self.budgets.rebalance(misses)
         if moved:
             counting.wait()
@@ -111,7 +112,7 @@ class DeviceSide:
         self._check_used()
 
     def _check_used(self) -> None:
-        used, pools = self.pools.counting.used(), self.pools
+        used, pools = self.pools.counting.heard().used(), self.pools
         for group in range(pools.layout.group_count):
             own_count = pools.sparse.used_count(group)
             assert used[group] == own_count, (

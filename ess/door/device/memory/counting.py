@@ -12,6 +12,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +41,34 @@ class Claims:
     at_most: Counts
     sequences: frozenset[int]
     new_rows: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What one copy has brought, and the work whose claims are not in it. Who compares numbers
+    takes them from one copy: between two, rows may have given way."""
+
+    totals: Counts
+    looks: Counts
+    landed_count: int
+    unheard: tuple[Claims, ...]
+
+    def look(self, line: int, sending: int) -> tuple[int, int] | None:
+        """Absent rows and rows that had given way, once that sending has landed."""
+        if self.landed_count < sending:
+            return None
+        return int(self.looks[line, 0]), int(self.looks[line, 1])
+
+    def counts(self, name: str, *kinds: Kind) -> Counts:
+        """The counts of these kinds by group."""
+        at = STORED if name == "stored" else REPORT.index(name)
+        chosen = [KINDS.index(kind) for kind in kinds or KINDS]
+        counts: Counts = self.totals[chosen, :, at].sum(axis=0)
+        return counts
+
+    def used(self) -> Counts:
+        """Slots with a row."""
+        return self.counts("claimed") - self.counts("evicted") - self.counts("left")
 
 
 class Counting:
@@ -92,36 +121,19 @@ class Counting:
         """How many slots of each group the queued work may claim at most."""
         self._since.append(Claims(self.next_sending, at_most, frozenset(sequences), new_rows))
 
-    def unheard(self) -> list[Claims]:
-        """Work that is queued and not in the numbers that the host has."""
-        self._behind.newest()
-        landed = self._behind.landed_count
+    def heard(self) -> Heard:
+        """As of the latest step whose counts have landed. One question to the driver."""
+        newest, landed = self._behind.newest(), self._behind.landed_count
+        totals, looks = np.split(newest, [self.totals.numel()])
         self._since = [claims for claims in self._since if claims.sending > landed]
-        return self._since
-
-    def look(self, line: int, sending: int) -> tuple[int, int] | None:
-        """Absent rows and rows that had given way, once that sending has landed."""
-        numbers = self._behind.newest()[self.totals.numel() :].reshape(-1, 2)
-        if self._behind.landed_count < sending:
-            return None
-        return int(numbers[line, 0]), int(numbers[line, 1])
-
-    def counts(self, name: str, *kinds: Kind) -> Counts:
-        """The counts of these kinds by group, as of the latest step whose counts the host has."""
-        at = STORED if name == "stored" else REPORT.index(name)
-        chosen = [KINDS.index(kind) for kind in kinds or KINDS]
-        newest = self._behind.newest()[: self.totals.numel()].reshape(self.totals.shape)
-        counts: Counts = newest[chosen, :, at].sum(axis=0)
-        return counts
-
-    def used(self) -> Counts:
-        """Slots with a row."""
-        return self.counts("claimed") - self.counts("evicted") - self.counts("left")
+        shape = tuple(self.totals.shape)
+        return Heard(totals.reshape(shape), looks.reshape(-1, 2), landed, tuple(self._since))
 
     def require_sound(self) -> None:
         """BadState where kernels have met arguments that a pool on the host would refuse."""
+        heard = self.heard()
         for name, kinds, sentence in FAULTS:
-            counts = self.counts(name, *kinds)
+            counts = heard.counts(name, *kinds)
             if counts.any():
                 group = int(counts.argmax())
                 raise BadState(f"group {group}: {int(counts[group])} {sentence}")

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from ess.array_types import Counts
+from ess.door.device.memory.counting import Heard
 from ess.door.device.memory.device_pools import DevicePools
 from ess.door.device.residency.landings import Landings
 from ess.door.residency.resident import PATIENCE, SCARCE
@@ -55,20 +56,21 @@ class Knowledge:
     def all_resident(self, sequences: Many[Sequence]) -> bool:
         """Every row of the main model's layers is in a slot, for sure. The device is asked about
         sequences of which that is not known."""
-        known = self.resident(sequences)
+        heard = self._pools.counting.heard()
+        known = self._resident(sequences, heard)
         self._looks = {
             s.number: self._looks[s.number] for s in sequences if s.number in self._looks
         }
-        self._ask([s for s in sequences if s.number not in known and s.state == "active"])
+        self._ask([s for s in sequences if s.number not in known and s.state == "active"], heard)
         return len(known) == len(sequences)
 
-    def resident(self, sequences: Many[Sequence]) -> frozenset[int]:
+    def _resident(self, sequences: Many[Sequence], heard: Heard) -> frozenset[int]:
         """The numbers of those of these sequences that are known to be resident."""
-        counting, layout = self._pools.counting, self._pools.layout
-        evicted = int(counting.counts("evicted").sum())
-        known = frozenset(s.number for s in sequences if self._was_resident(s, evicted))
-        free = self.free()[: layout.main_group_count]
-        for claims in counting.unheard():
+        layout = self._pools.layout
+        wanted = (0, int(heard.counts("evicted").sum()))
+        known = frozenset(s.number for s in sequences if self._answer(s, heard) == wanted)
+        free = self._free(heard)[: layout.main_group_count]
+        for claims in heard.unheard:
             at_most = claims.at_most[: len(free)]
             if claims.new_rows is not None and claims.sequences <= known:
                 at_most = np.minimum(at_most, claims.new_rows)
@@ -77,27 +79,25 @@ class Knowledge:
                 return frozenset()
         return known
 
-    def free(self) -> Counts:
+    def _free(self, heard: Heard) -> Counts:
         """Free slots by group, by the host's last counts."""
         sparse, layout = self._pools.sparse, self._pools.layout
         counts = [sparse.slot_count(group) for group in range(layout.group_count)]
-        return np.array(counts, np.int64) - self._pools.counting.used()
+        return np.array(counts, np.int64) - heard.used()
 
     def room(self) -> Counts:
         """Free slots by group above the last tenth, for sure."""
-        sparse, free = self._pools.sparse, self.free()
-        for claims in self._pools.counting.unheard():
+        heard = self._pools.counting.heard()
+        sparse, free = self._pools.sparse, self._free(heard)
+        for claims in heard.unheard:
             free = free - claims.at_most
         tenths = [div_ceil(sparse.slot_count(group), SCARCE) for group in range(len(free))]
         return free - np.array(tenths, np.int64)
 
-    def _was_resident(self, sequence: Sequence, evicted: int) -> bool:
-        return self._answer(sequence) == (0, evicted)
-
-    def lacks(self, sequence: Sequence) -> bool:
-        """A look at the sequence has been answered, and a row was absent."""
-        answer = self._answer(sequence)
-        return answer is not None and answer[0] > 0
+    def lacking(self, sequences: Many[Sequence]) -> list[Sequence]:
+        """Those at which a look has been answered, and a row was absent."""
+        heard = self._pools.counting.heard()
+        return [s for s in sequences if (self._answer(s, heard) or (0, 0))[0] > 0]
 
     def _valid(self, sequence: Sequence) -> _Look | None:
         look = self._looks.get(sequence.number)
@@ -107,20 +107,20 @@ class Knowledge:
         same = (look.arrival_count, look.left_count) == (sequence.arrival_count, left_count)
         return look if same else None
 
-    def _answer(self, sequence: Sequence) -> tuple[int, int] | None:
+    def _answer(self, sequence: Sequence, heard: Heard) -> tuple[int, int] | None:
         """Absent rows, and rows that had given way by then; None while it is not known."""
         look = self._valid(sequence)
         if look is None:
             return None
-        return self._pools.counting.look(sequence.line, look.sending)
+        return heard.look(sequence.line, look.sending)
 
-    def _ask(self, sequences: Many[Sequence]) -> None:
+    def _ask(self, sequences: Many[Sequence], heard: Heard) -> None:
         """Looks at sequences of which nothing is known; those come first that were never looked at,
         then those whose answer is oldest."""
         room, step, unknown = LOOKS_MAX, self._pools.sparse.step, list[tuple[int, Sequence]]()
         for sequence in sequences:
             sequence.progress.refresh()
-            look, answer = self._valid(sequence), self._answer(sequence)
+            look, answer = self._valid(sequence), self._answer(sequence, heard)
             if look is None or (answer is not None and answer[0] == 0):
                 unknown.append((0 if look is None else look.until_step, sequence))
             elif answer is None:

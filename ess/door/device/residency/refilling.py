@@ -37,14 +37,14 @@ class DeviceRefill:
         self._landings.go_on()
         if self._landings.is_busy:
             return 0
-        lacking = [each for each in sequences if self._knowledge.lacks(each)]
+        lacking = self._knowledge.lacking(sequences)
         sequence, walk = self._walks.next(lacking, self._evicted_count())
         if sequence is None or walk is None:
             return 0
         return self._walk_on(sequence, walk)
 
     def _evicted_count(self) -> int:
-        return int(self._pools.counting.counts("evicted").sum())
+        return int(self._pools.counting.heard().counts("evicted").sum())
 
     def _walk_on(self, sequence: Sequence, walk: Walk) -> int:
         rows, room = self._walks.rows(sequence, walk), self._knowledge.room()
