@@ -13,7 +13,7 @@ the slower arm for other programs' time, which makes the native arm look better 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -132,17 +132,13 @@ def planner_benchmark(*, smoke: bool) -> list[Row]:
     contexts = [shrink(PlannerLoad(context=context)) for context in (131_072, 32_768, 1_048_576)]
     rows += _sweep("context", contexts, repeats, target=None if smoke else FLAT_TARGET)
     small = PlannerLoad(batch=8, kept_positions=2500)
-    sizes = [_with_slots(small, slot_count) for slot_count in (25_024, 100_032, 400_000)]
+    sizes = [replace(small, slot_count=count) for count in (25_024, 100_032, 400_000)]
     rows += _sweep("slot_count", [shrink(load) for load in sizes], repeats, target=None)
     return [*rows, _release(shrink(PlannerLoad()), repeats)]
 
 
 def _repeats(*, smoke: bool) -> int:
     return 9 if smoke else REPEATS
-
-
-def _with_slots(load: PlannerLoad, slot_count: int) -> PlannerLoad:
-    return PlannerLoad(batch=load.batch, kept_positions=load.kept_positions, slot_count=slot_count)
 
 
 def _against_specification(load: PlannerLoad, group_count: int, *, smoke: bool) -> Row:

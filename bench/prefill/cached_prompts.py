@@ -38,7 +38,7 @@ from ess.models.model import Model
 from ess.pool.disk.folder import SLAB
 from ess.pool.disk.slab import Slab
 from ess.pool.disk.tier import DiskTier
-from ess.units import PAGE_ROWS
+from ess.units import PAGE_ROWS, align_up
 
 CACHED: Final = 0.9
 IDENTITY: Final = b"a benchmark"
@@ -227,7 +227,7 @@ def _timed(taken: dict[str, list[float]], name: str, act: Callable[[], None]) ->
 
 
 def _tier(folder: Path, page_bytes: int, pages: int) -> DiskTier:
-    capacity = pages * (page_bytes + -page_bytes % 4096)
+    capacity = pages * align_up(page_bytes, 4096)
     return DiskTier(folder, identity=IDENTITY, page_bytes=page_bytes, capacity_bytes=capacity)
 
 

@@ -56,7 +56,7 @@ MEASURES: Final[tuple[tuple[str, str, Measure], ...]] = (
 )
 
 
-def serving_rows(talk: Talk, *, router: str = "") -> list[Row]:
+def serving_rows(talk: Talk, *, router: str) -> list[Row]:
     chosen(router)
     console.note(f"  one ess serve, {talk.requests} prompts of {talk.length:,} tokens ...")
     with started("serve", *THREADS) as (_, url):

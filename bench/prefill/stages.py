@@ -20,7 +20,6 @@ from ess.sim.prefill.stage_clock import ClockedChunks
 from ess.sim.prefill.tuning import Layers, on_clock
 
 TOLERANCE: Final = 0.05
-ROUNDS: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ class StagesArm:
         return [1e3 * statistics.median(column) for column in zip(*rows, strict=True)]
 
 
-def arm_of(stages: int, context: int, chunk: int, *, kind: Kind, rounds: int = ROUNDS) -> StagesArm:
+def arm_of(stages: int, context: int, chunk: int, *, kind: Kind, rounds: int) -> StagesArm:
     console.note(f"  {stages} stages, {context:,} tokens in chunks of {chunk} ...")
     layers = layers_of(stages)
     with Pipe(plan_of(layers, context)) as pipe:

@@ -24,7 +24,7 @@ TOKENS: Final = 1500
 MIB: Final = 1 << 20
 
 
-def member_rows(*, smoke: bool = False) -> list[Row]:
+def member_rows(*, smoke: bool) -> list[Row]:
     count, tokens = (1, 100) if smoke else (PROMPTS, TOKENS)
     flags = ("--tp-size", str(TP_SIZE), "--host-bytes", "256MiB", "--max-model-len", "2k")
     with started("serve", *flags, "--threads", "1") as (process, url):

@@ -62,7 +62,8 @@ struct Entry {
 
 // ---- probe
 
-// Stamps the slot of a row with this step; returns the step of its last use, if the call selects.
+// Stamps the slot of a row with this step; returns the step of its last use before, but this step
+// where the call writes.
 __device__ i32 stamp(const Resolve& call, i32 slot, i32 step) {
     if (call.purpose != kWrites) return atomicExch(&call.arena.last_use[slot], step);
     call.arena.last_use[slot] = step;

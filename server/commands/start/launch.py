@@ -102,7 +102,7 @@ def checked(settings: Settings) -> Checkpoint:
     return checkpoint
 
 
-def serve_with(resolved: Resolved, *, json: bool = False) -> int:
+def serve_with(resolved: Resolved, *, json: bool) -> int:
     """Serves until told to end; returns the exit code."""
     checkpoint = checked(resolved.settings)
     resolved = derived(resolved, checkpoint)
