@@ -132,7 +132,7 @@ class Running:
         self._settings = settings
         self._clock = clock
         self.registration: Registration | None = None
-        self._ends_asked = 0
+        self._is_told = False
         self._busy_s = 0.0
         self._draining: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -182,7 +182,9 @@ class Running:
     # ---- the ends
 
     def _on_signal(self, number: int) -> None:
-        """The first signal drains, the second ends the server at once. Without a terminal that
+        """The first signal drains. SIGINT behind it, as of a second Ctrl-C, ends the server at
+        once. SIGTERM behind it says nothing new: systemd and Slurm send it to all processes of a
+        service, and the command that started this server passes it on. Without a terminal that
         could be closed, SIGHUP asks to read files again.
 
         The event loop may be stuck: the timer is set here, and the loop is only told.
@@ -190,11 +192,11 @@ class Running:
         if number == signal.SIGHUP and not os.isatty(0):
             self._tell(self._reread)
             return
-        self._ends_asked += 1
-        if self._ends_asked == 1:
+        if not self._is_told:
+            self._is_told = True
             limit_end(self._settings.drain_s + HANG_S)
             self._tell(self._begin_drain, number)
-        else:
+        elif number != signal.SIGTERM:
             limit_end(HANG_S)
             self._server.should_exit = self._server.force_exit = True
             self._tell(self._end_at_once, signal.Signals(number).name)
@@ -228,7 +230,7 @@ class Running:
     def _end_at_once(self, told_by: str) -> None:
         if open_count := self._service.unanswered_by_all_count:
             left = requests_are(open_count)
-            console.note(f"ess: a second signal, {told_by}: {left} open, and ended now")
+            console.note(f"ess: {told_by} while the server drains: {left} open, and ended now")
         self._lose(f"the server was told by {told_by} to end at once")
         self._engines.kill()
 
@@ -250,7 +252,7 @@ class Running:
         began_s = self._busy_s = self._clock.now_s()
         self._fronts.drain()
         leaving, unpausing = (asyncio.ensure_future(t) for t in (self._leave(), self._unpause()))
-        within = f"; {self._settings.drain_s:g} s are left, a second signal ends all at once"
+        within = f"; {self._settings.drain_s:g} s are left, SIGINT ends all at once"
         open_count = self._service.unanswered_by_all_count
         console.note(f"ess: draining, {requests_are(open_count)} open{within * (open_count > 0)}")
         while (passed_s := self._clock.now_s() - began_s) < self._settings.drain_s:

@@ -258,9 +258,11 @@ def test_a_terminal_that_is_closed_ends_all_in_order(monkeypatch: pytest.MonkeyP
 
 
 def test_what_ends_once_all_were_told_to_end_does_not_start_again(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """A signal to all processes may end a router while workers still drain."""
+    """A signal to all processes may end a router while workers still drain. SIGTERM may come twice;
+    Ctrl-C kills."""
+    killed = []
 
     async def work() -> None:
         kept = Kept(["router"], environment=ENVIRONMENT, clock=RealClock())
@@ -272,10 +274,15 @@ def test_what_ends_once_all_were_told_to_end_does_not_start_again(
         assert not await kept.unless_stopped(asyncio.sleep(3600))
         os.kill(keeper.pid, signal.SIGKILL)
         await asyncio.wait(kept._tasks, timeout=60)
+        monkeypatch.setattr(keeper, "kill", lambda: killed.append("router"))
+        kept._on_signal(signal.SIGTERM)
+        assert killed == []
+        kept._on_signal(signal.SIGINT)
         await kept.end("router", within_s=5.0)
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
     run(work)
+    assert killed == ["router"]
     assert "starts again" not in capsys.readouterr().err
 
 

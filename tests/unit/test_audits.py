@@ -150,6 +150,10 @@ def a_group_without_a_chunk(world: World) -> None:
     world.sparse.chunks._owner_of[:] = 0
 
 
+def a_chunk_that_is_not_counted(world: World) -> None:
+    world.sparse.chunks._owner_of[-1] = 0
+
+
 FAULTS = {
     stored_in_a_free_page: "free page 5 has stored rows",
     keyed_in_a_free_page: "free page 5 has index keys",
@@ -172,7 +176,8 @@ FAULTS = {
     a_slot_used_in_the_future: "was used after step",
     a_copy_that_was_never_planned: "was never planned",
     a_slot_that_is_not_counted: "group 0 counts 2 used slots, has 3",
-    a_group_without_a_chunk: "chunks are of groups",
+    a_group_without_a_chunk: "a group owns no chunk",
+    a_chunk_that_is_not_counted: r"\[3, 1\] chunks of the groups, and \[2, 2\] by count",
 }
 
 

@@ -41,9 +41,10 @@ class Kept:
         self._orphans = Orphans(clock)
 
     def heed_signals(self) -> None:
-        """The first signal ends all processes in order, the second kills them at once. On a
-        terminal, which could be closed, SIGHUP does the same. Elsewhere it is passed on to servers
-        that are ready, which read files again; routers read none."""
+        """The first signal ends all processes in order; SIGINT behind it kills them at once, and
+        SIGTERM says the same again. On a terminal, which could be closed, SIGHUP does what SIGINT
+        does. Elsewhere it is passed on to servers that are ready, which read files again; routers
+        read none."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -60,6 +61,8 @@ class Kept:
                 keeper.refresh()
 
     def _on_signal(self, number: signal.Signals) -> None:
+        if self._stop.is_set() and number == signal.SIGTERM:
+            return
         for keepers in (*self._keepers.values(), *self._retired.values()):
             for keeper in keepers:
                 keeper.kill() if self._stop.is_set() else keeper.start_no_more()
