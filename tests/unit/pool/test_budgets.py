@@ -81,6 +81,7 @@ def test_the_two_point_law_saves_a_fifth_of_the_misses() -> None:
         ([9.0, 3, 8, 0, 1], [0, 1, 3, 4]),
         ([30.0, 22, 19, 10, 8, 0], [0, 1, 3, 5]),
         ([20.0, 16, 13, 5, 3.5, 2.9, 2.4], [0, 3, 4, 5, 6]),
+        ([200.0, 180, 164, 152, 144, 140, 139, 0], [0, 7]),
     ],
 )
 def test_the_corners_of_a_lower_hull(misses: list[float], corners: list[int]) -> None:
