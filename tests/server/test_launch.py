@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -234,8 +235,10 @@ def test_a_folder_of_pages_that_cannot_be_is_refused_before_the_server_listens(
         os.seteuid(user)
 
 
-def test_a_disk_with_less_room_than_pages_may_take_is_noted(tmp_path: Path) -> None:
-    """With the room of pages that are there already it is enough."""
+def test_a_disk_with_less_room_than_pages_may_take_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that are there already are room too, also those of a stage."""
 
     def notes(room: str) -> tuple[str, ...]:
         given = {"prefix_cache_dir": str(tmp_path), "prefix_cache_disk": room}
@@ -245,6 +248,12 @@ def test_a_disk_with_less_room_than_pages_may_take_is_noted(tmp_path: Path) -> N
     [note] = notes("1000TiB")
     assert note.startswith(f"prefix_cache_dir {tmp_path} has room for ")
     assert "less than prefix_cache_disk, 1000.00 TiB" in note
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    assert len(notes("1MiB")) == 1
+    stage = tmp_path / "layers-0-3"
+    stage.mkdir()
+    (stage / "pages.slab").write_bytes(b"x" * (2 << 20))
+    assert notes("1MiB") == ()
 
 
 def test_certificates_are_checked_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -288,12 +288,13 @@ def sized(
 
 
 def noting_disk(resolved: Resolved) -> Resolved:
-    """Says where the disk has less room than pages may take; those that are there are room too."""
+    """Says where the disk has less room than pages may take. Pages that are there already are
+    room too; those of stages are in folders of their own."""
     folder = resolved.settings.prefix_cache_dir
     if not folder:
         return resolved
     wanted, kept = parse_size(resolved.settings.prefix_cache_disk), Path(folder)
-    taken = sum(file.stat().st_blocks * BLOCK_BYTES for file in kept.glob("*.slab"))
+    taken = sum(file.stat().st_blocks * BLOCK_BYTES for file in kept.rglob("*.slab"))
     if (room := shutil.disk_usage(kept).free + taken) >= wanted:
         return resolved
     note = (
