@@ -139,7 +139,10 @@ class ProcessConfig(EngineConfig):
         "both", "handoff", "What this worker does: whole requests, their prompts, or their answers."
     )
     handoff_wait_s: float = setting(
-        30.0, "handoff", "Seconds without progress after which rows are given up.", (0.1, 3600)
+        30.0,
+        "handoff",
+        "Seconds without progress after which rows and, on devices, silent peers are given up.",
+        (0.1, 3600),
     )
     handoff_lease_s: float = setting(
         30.0, "handoff", "Seconds that a finished prompt's rows wait to be taken.", (0.1, 3600)

@@ -45,8 +45,8 @@ class Claims:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What one copy has brought, and the work whose claims are not in it. Who compares numbers
-    takes them from one copy: between two, rows may have given way."""
+    """What one copy has brought, and the work whose claims are not in it. Numbers are compared only
+    with others of the same copy: between two copies rows may have given way."""
 
     totals: Counts
     looks: Counts
