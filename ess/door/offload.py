@@ -251,7 +251,7 @@ class Offload:
     def count_on_disk(self, tokens: Many[int], *, salt: bytes = b"") -> int:
         """How many pages of the prompt `open` with `load_max` finds on the disk now."""
         self.owner.require()
-        return count_on_disk(self._pools, token_ids("tokens", tokens), salt=salt)
+        return count_on_disk(self.owner, token_ids("tokens", tokens), salt=salt)
 
     def load(self) -> None:
         """Takes notice of pages that have come from the disk: sequences that still wait for some

@@ -30,8 +30,8 @@ class Chunks:
         self.slabs = tuple(slabs)
         self._slab_of = {group: at for at, slab in enumerate(slabs) for group in slab.groups}
         self._most = most
-        owned = np.array([chunk for slab in slabs for chunk in slab.chunks()], np.int32)
-        self._owner_of, self._first_of = owned.T.copy()
+        owners, firsts = zip(*(slab.chunks() for slab in slabs), strict=True)
+        self._owner_of, self._first_of = np.concatenate(owners), np.concatenate(firsts)
         self._counts = self._counted()
 
     @classmethod

@@ -81,8 +81,9 @@ class LatentPool:
         self.is_unsaid = False
         self._common = common
         self._poison = poison and (common is None or common.writes)
-        self.stored = np.zeros((layout.layer_total, page_count), np.uint64)
-        self.keyed = np.zeros((layout.key_layer_count, page_count), np.uint64)
+        layers, key_layers = layout.layer_total, layout.key_layer_count
+        self._marks = np.zeros((layers + key_layers, page_count), np.uint64)
+        self.stored, self.keyed = self._marks[:layers], self._marks[layers:]
         if self._poison:
             for part in (self.row_memory, self.keys.pages):
                 part.fill(POISON)
@@ -164,8 +165,7 @@ class LatentPool:
 
     def _clear(self, pages: PageIds) -> None:
         assert not any(page in self.prefix for page in pages.tolist()), "a prefix leads here still"
-        self.stored[:, pages] = 0
-        self.keyed[:, pages] = 0
+        self._marks[:, pages] = 0
         self.spoil(pages)
         self.pages.give_back(pages)
 
@@ -210,9 +210,8 @@ class LatentPool:
         full_count, rest = divmod(row_count, PAGE_ROWS)
         assert len(pages) == full_count + (rest > 0), f"{row_count} rows on {len(pages)} pages"
         assert not self.stored[:, pages].any(), "a page that arrives had rows before"
-        for mask in (self.stored, self.keyed):
-            mask[:, pages[:full_count]] = FULL
-            mask[:, pages[full_count:]] = np.uint64((1 << rest) - 1)
+        self._marks[:, pages[:full_count]] = FULL
+        self._marks[:, pages[full_count:]] = np.uint64((1 << rest) - 1)
         self.change()
         if rest and self._poison:
             self._poison_rows(int(pages[-1]), rest)
@@ -248,7 +247,12 @@ class LatentPool:
 
     def is_complete(self, page: int) -> bool:
         """Whether all 64 rows are stored in all layers, MTP and index keys included."""
-        return bool((self.stored[:, page] == FULL).all() and (self.keyed[:, page] == FULL).all())
+        return bool((self._marks[:, page] == FULL).all())
+
+    def complete_count(self, pages: PageIds) -> int:
+        """How many of these pages, from the first on, are complete."""
+        partial = np.flatnonzero((self._marks[:, pages] != FULL).any(axis=0))
+        return int(partial[0]) if len(partial) else len(pages)
 
     def publish(
         self, page: int, content: bytes, *, parent: bytes = b"", text: Sequence[int] = ()
@@ -268,8 +272,7 @@ class LatentPool:
                 rows[into : into + PAGE_ROWS] = rows[start : start + PAGE_ROWS]
             self.keys.copy_page(source, target)
         self.change()
-        self.stored[:, target] = self.stored[:, source]
-        self.keyed[:, target] = self.keyed[:, source]
+        self._marks[:, target] = self._marks[:, source]
 
     def check(self) -> None:
         self.pages.check()

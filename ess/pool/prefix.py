@@ -9,11 +9,10 @@ a page without its parents can never be found again.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
-
-import numpy as np
 
 from ess.units import PAGE_ROWS
 
@@ -32,9 +31,14 @@ def root_hash(salt: bytes) -> bytes:
 
 
 def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    assert len(tokens) % PAGE_ROWS == 0 < len(tokens), len(tokens)
+    return _hashed(parent, memoryview(array("q", tokens)))
+
+
+def _hashed(parent: bytes, text: memoryview) -> bytes:
+    """`text` has each token in 64 bits."""
+    assert len(text) % PAGE_ROWS == 0 < len(text), len(text)
     digest = hashlib.blake2b(parent, digest_size=HASH_BYTES)
-    digest.update(np.asarray(tokens, np.int64).tobytes())
+    digest.update(text)
     return digest.digest()
 
 
@@ -42,13 +46,31 @@ def page_hashes(
     tokens: Sequence[int], *, salt: bytes = b"", page_tokens: int = PAGE_ROWS
 ) -> list[bytes]:
     """The hash of each full page, over all tokens up to its end."""
-    hashes = []
+    hashes, text = list[bytes](), memoryview(array("q", tokens))
     parent = root_hash(salt)
-    for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
-        parent = page_hash(parent, tokens[start : start + page_tokens])
+    for start in range(0, len(text) - page_tokens + 1, page_tokens):
+        parent = _hashed(parent, text[start : start + page_tokens])
         hashes.append(parent)
     assert len(hashes) == len(tokens) // page_tokens, f"{len(hashes)} pages of {len(tokens)} tokens"
     return hashes
+
+
+class LatestText:
+    """The hashes of the text that was asked for last: a sequence that was refused, or whose pages
+    on the disk were counted, is asked for again with the same text."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self._salt, self._text, self._hashes = b"", list[int](), list[bytes]()
+
+    def hashes(self, tokens: list[int], count: int, *, salt: bytes) -> list[bytes]:
+        """Those of the full pages of the first `count` tokens; the caller leaves them as they
+        are."""
+        text = tokens[:count]
+        if salt != self._salt or text != self._text:
+            self._hashes = page_hashes(text, salt=salt, page_tokens=self._page_tokens)
+            self._salt, self._text = salt, text
+        return self._hashes
 
 
 class PrefixListener(Protocol):

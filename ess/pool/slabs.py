@@ -10,12 +10,12 @@ belong to no slab. Chunks of a slab change between its own groups; no chunk leav
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ess.array_types import SlotIds
+from ess.array_types import Ints, SlotIds
 from ess.layout import ModelLayout
 from ess.units import PAGE_ROWS, align_up
 
@@ -38,10 +38,12 @@ class Slab:
     def byte_end(self) -> int:
         return self.stop * self.row_bytes
 
-    def chunks(self) -> Iterator[tuple[int, int]]:
+    def chunks(self) -> tuple[Ints, SlotIds]:
         """The owner and the first slot of each chunk."""
-        owners = np.repeat(self.groups, self.counts).tolist()
-        return ((group, self.first + at * self.chunk_rows) for at, group in enumerate(owners))
+        assert self.stop <= 1 << 31, f"slot {self.stop - 1} has no number of 31 bits"
+        owners = np.repeat(np.array(self.groups, np.int32), self.counts)
+        firsts = self.first + np.arange(len(owners)) * self.chunk_rows
+        return owners, firsts.astype(np.int32)
 
 
 def blocks_of(first: int, chunk_rows: int, layer_count: int) -> SlotIds:

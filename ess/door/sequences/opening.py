@@ -15,7 +15,7 @@ from ess.errors import PoolFull
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import Claim
 from ess.pool.ledger import Promise
-from ess.pool.prefix import page_hashes, root_hash
+from ess.pool.prefix import root_hash
 from ess.units import PAGE_ROWS
 
 
@@ -36,8 +36,10 @@ def open_sequence(owner: Owner, tokens: list[int], how: Opening) -> Sequence:
     """The last token is never cached: a step must compute from it what comes next."""
     owner.pools.inflight.settle()
     layout = owner.pools.layout
-    known = tokens[: len(tokens) - 1][: how.reuse_max]
-    hashes = page_hashes(known, salt=how.salt, page_tokens=layout.page_tokens)
+    known_count = len(tokens) - 1
+    if how.reuse_max is not None:
+        known_count = min(known_count, how.reuse_max)
+    hashes = owner.latest_text.hashes(tokens, known_count, salt=how.salt)
     prefix, claim = (
         _cached_prefix(owner.pools, hashes, from_disk=how.from_disk, needs_state=how.on_device)
         if how.load_max is None
@@ -125,11 +127,12 @@ def _part_prefix(pools: Pools, hashes: list[bytes], load_max: int) -> tuple[Page
     return prefix, claim if claim.contents else None
 
 
-def count_on_disk(pools: Pools, tokens: list[int], *, salt: bytes) -> int:
+def count_on_disk(owner: Owner, tokens: list[int], *, salt: bytes) -> int:
     """How many pages of the prompt the disk has behind those that the host has."""
+    pools = owner.pools
     if pools.shelf is None:
         return 0
-    hashes = page_hashes(tokens[: len(tokens) - 1], salt=salt)
+    hashes = owner.latest_text.hashes(tokens, len(tokens) - 1, salt=salt)
     behind = hashes[len(_host_prefix(pools, hashes)) :]
     return _usable(pools.shelf.leading_count(behind), pools.layout)
 

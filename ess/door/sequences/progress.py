@@ -184,10 +184,9 @@ class Progress:
             return
         latent, size = self._pools.latent, self._layout.page_tokens
         full_count = min(self.length, self._layout.rows_of(len(self.tokens))) // PAGE_ROWS
-        for page in range(self.published_count, full_count):
-            host_page = int(self._holding.host_pages[page])
-            if not latent.is_complete(host_page):
-                return
+        full = self._holding.host_pages[self.published_count : full_count]
+        complete = full[: latent.complete_count(full)].tolist()
+        for page, host_page in enumerate(complete, start=self.published_count):
             text = self.tokens[page * size : (page + 1) * size]
             parent, self.text_hash = self.text_hash, page_hash(self.text_hash, text)
             self.published_count = page + 1

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ess.pool.prefix import PrefixIndex, page_hash, page_hashes, root_hash
+from ess.pool.prefix import LatestText, PrefixIndex, page_hash, page_hashes, root_hash
 
 
 def test_only_full_pages_have_a_hash():
@@ -27,6 +27,10 @@ def test_hashing_page_by_page_is_the_same():
     tokens = list(range(128))
     first = page_hash(root_hash(b"s"), tokens[:64])
     assert page_hashes(tokens, salt=b"s") == [first, page_hash(first, tokens[64:])]
+
+
+def test_a_hash_stays_what_folders_of_pages_have_recorded():
+    assert page_hashes(range(64))[0].hex() == "97b24be976e65f3e05bc622b02ad1773"
 
 
 def test_the_longest_known_prefix_is_found():
@@ -114,3 +118,13 @@ def test_no_salt_stands_for_a_page_of_another_prompt():
     first = np.asarray(range(64), np.int64).tobytes()
     for root in (root_hash(b""), root_hash(b"a tenant")):
         assert page_hash(root, range(64)) != root_hash(root + first)
+
+
+def test_hashes_of_the_latest_text_are_those_of_every_text_and_salt():
+    latest, tokens = LatestText(64), list(range(200))
+    asked = [(200, b""), (200, b""), (128, b""), (128, b"a"), (200, b"a"), (0, b"a"), (200, b"")]
+    for count, salt in asked:
+        assert latest.hashes(tokens, count, salt=salt) == page_hashes(tokens[:count], salt=salt)
+    assert latest.hashes(tokens, 200, salt=b"") is latest.hashes([*tokens], 200, salt=b"")
+    tokens[3] = 7
+    assert latest.hashes(tokens, 200, salt=b"") == page_hashes(tokens)
