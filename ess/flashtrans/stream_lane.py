@@ -178,9 +178,10 @@ class StreamLane:
         assert not self._pending, f"{len(self._pending)} jobs are not done on an empty stream"
 
     def check(self) -> None:
+        """Asks the latest job first: jobs go on while it asks."""
         with self._order:
-            done = [job.event.done() for job in self._pending]
-            assert done == sorted(done, reverse=True), "a job was done before an earlier one"
+            done = [job.event.done() for job in reversed(self._pending)]
+            assert sorted(done) == done, "a job was done before an earlier one"
             self._lists.check()
             if self._staging is not None:
                 self._staging.check()

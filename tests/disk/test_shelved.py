@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ess.engine.engine import Engine
 from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadState, PoolFull, Unavailable
 from ess.pool.disk.folder import SLAB
-from tests.disk.test_engine_disk import CASES, ask, engine, run
+from tests.disk.test_engine_disk import CASES, ask, disk_of, engine, run
 from tests.model.grid import expected, text
+from tests.support.manual_lane import ManualLane
+from tests.unit.door.test_door import LAYOUT, make, rows
 
 NAME = "deepseek_v32"
 
@@ -163,3 +166,21 @@ def test_no_room_leaves_it_on_the_disk(tmp_path: Path) -> None:
     run(eng)
     assert request.output == expected(NAME, 0, 290)
     eng.offload.close()
+
+
+def test_a_page_is_put_away_whose_last_row_was_on_its_way_to_the_host(tmp_path: Path) -> None:
+    lane, disk = ManualLane(seed=1, delay_max=1 << 20), disk_of(tmp_path, LAYOUT)
+    with make(lane=lane, disk=disk) as offload:
+        sequence, keys = offload.open(list(range(128))), torch.zeros((127, 12), dtype=torch.uint8)
+        for layer in range(3):
+            sequence.import_rows(layer, 0, rows(127))
+        for layer in (0, 2):
+            sequence.import_keys(layer, 0, keys)
+        step = offload.begin([sequence], query_counts=[1])
+        for layer in range(3):
+            step.append(layer, rows(1), keys=None if layer == 1 else keys[:1])
+        step.commit(accepted=[1], tokens=[[127]])
+        sequence.preempt()
+        assert lane.pending_count
+        assert sequence.shelve(2) == 2
+        offload.drain()

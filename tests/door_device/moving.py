@@ -9,7 +9,7 @@ import pytest
 from ess.door.residency import budgets
 from ess.kernels.cuda.streams import CudaEvent
 from ess.pool.lru.cuda_shape import REPORT
-from tests.door_device.doors import LAYOUT
+from tests.door_device.doors import LAYOUT, there
 from tests.door_device.played import made, step  # noqa: F401  a fixture
 
 
@@ -140,3 +140,22 @@ def test_what_is_resident_follows_from_one_copy_of_the_counts(made, monkeypatch)
     assert not doors.device.all_resident([pair[1]])
     assert not late, "the host has not asked"
     counting.totals[0, :, at] -= 5
+
+
+def test_new_rows_that_make_others_give_way_end_a_stay_of_all_rows(made):  # noqa: F811
+    """A step claims slots for its new rows before it selects. Its group has eight that are free,
+    and not so few that selected rows are stamped."""
+    doors = made(chunks=3, seed=28)
+    mine = doors.open(list(range(57)))[1]
+    mine.fill()
+    doors.device.drain()
+    slot_of, rows = doors.device._pools.sparse.slot_of[0], there(mine.holding.row_ids(0, 56))
+    while not doors.device.all_resident([mine]):
+        doors.device._pools.counting.wait()
+    for count in (8, 9):
+        with doors.device.begin([mine], query_counts=[count]) as step:
+            is_known = doors.device.all_resident([mine])
+            step.places(0)
+            has_all = bool((slot_of.index_select(0, rows) >= 0).all())
+        assert is_known == has_all == (count == 8)
+    doors.device.check()

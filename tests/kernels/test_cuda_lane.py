@@ -28,6 +28,7 @@ pytestmark = [
 LANE = (
     "jobs_keep_their_order_and_their_rows",
     "a_job_follows_the_compute_stream_and_compute_follows_the_job",
+    "jobs_go_on_while_an_audit_looks_at_them",
     "refusals_name_what_is_wrong_and_change_nothing",
     "chunks_are_queued_by_native_code",
     "counted_copies_follow_a_graph",

@@ -128,6 +128,17 @@ def a_job_follows_the_compute_stream_and_compute_follows_the_job(turn_count=15):
         np.testing.assert_array_equal(dense.read(), rig.pool[turn : turn + 40])
 
 
+def jobs_go_on_while_an_audit_looks_at_them():
+    rig, rows = Rig(4), np.arange(3)
+    copy = RowCopy(source=rig.pool, source_rows=rows, target=rig.slab, target_rows=rows)
+    with mock.patch.object(CudaEvent, "done", return_value=False):
+        for _ in range(2):
+            rig.lane.submit([copy])
+    with mock.patch.object(CudaEvent, "done", side_effect=[False, True]):
+        rig.lane.check()
+    rig.lane.close()
+
+
 def move(rig, form, source, target, *, source_rows=None, target_rows=None, count=None, blocks=2):
     """On the compute stream, without the lane."""
     address = lambda one: 0 if one is None else one.data_ptr()  # noqa: E731

@@ -54,6 +54,7 @@ class Progress:
         self._holding = holding
         self._noticed_count = 0
         self._begun_count = 0
+        self._has_stepped = False
 
     @property
     def text_length(self) -> int:
@@ -98,6 +99,8 @@ class Progress:
         """Takes notice of what has been imported since."""
         if self._noticed_count != self.arrival_count:
             self._noticed_count = self.arrival_count
+            if self._has_stepped:  # its rows may be on their way to the host, which counts them
+                self._pools.inflight.drain()
             self.length = self._pools.latent.leading_count(self._holding.host_pages)
             if self._holding.line != NONE:
                 self._pools.tables.set_length(self._holding.line, self.length)
@@ -164,6 +167,7 @@ class Progress:
         before = self.length if self._layout.row_tokens == 1 else self._text_length
         if ids is not None and (known_count := len(self.tokens) - before) >= 0:
             self.tokens.extend(ids[known_count:])
+        self._has_stepped = True
         self.length += kept
         self._text_length += text
         self.ahead_count -= count

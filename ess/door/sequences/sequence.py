@@ -357,6 +357,7 @@ class Sequence:
         """Gives up leading host pages too, at most `page_max`, as far as they are on the disk or
         get there within a second; returns how many. `resume` brings them back."""
         self._require("preempted")
+        self.owner.pools.inflight.drain()
         self.progress.refresh()
         count = self.progress.published_count
         size = self.owner.pools.layout.page_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ess.errors import BadInput
+from tests.support.manual_lane import ManualLane
 from tests.unit.door.test_door import LAYOUT, make, opened, refused, rows, selection
 
 
@@ -61,3 +62,18 @@ def test_a_sequence_whose_rows_were_not_imported_has_another_token(offload):
     said = "tokens has 49 there: its rows from position 0 on were not imported"
     refused(offload, BadInput, said, lambda: step.commit(accepted=[1], tokens=[[49]]))
     step.commit(accepted=[1])
+
+
+def test_rows_count_that_are_on_their_way_to_the_host_when_others_are_imported():
+    with make(lane=ManualLane(seed=1, delay_max=1 << 20)) as offload:
+        sequence = offload.open(list(range(15)))
+        for layer in range(3):
+            sequence.import_rows(layer, 0, rows(4))
+        step = offload.begin([sequence], query_counts=[1], starts=[4])
+        for layer in range(3):
+            step.append(layer, rows(1))
+        step.commit(accepted=[1], tokens=[[4]])
+        for layer in range(3):
+            sequence.import_rows(layer, 5, rows(9))
+        assert offload._pools.inflight.pending_count
+        assert offload.begin([sequence], query_counts=[1]).query_start.tolist() == [14]

@@ -5,8 +5,9 @@ A look asks the device how many rows of a sequence have no slot; the answer come
 it was none, the sequence stays resident until a row gives way: new rows enter slots first. Rows
 give way only where a call finds no free slot. So the host adds up what the calls queued since its
 last counts may have claimed: a step whose sequences were all resident claims slots for its new rows
-alone; any other call counts as the most that it could claim. While the free slots suffice for that
-sum, no row has given way, and a sequence that was resident still is.
+alone; any other call counts as the most that it could claim. The new rows of a step that has begun
+count too. While the free slots suffice for that sum, no row has given way or will in that step, and
+a sequence that was resident still is.
 
 A sequence with absent rows is not looked at again for `PATIENCE` steps, as on the host. A look at
 128K positions of 61 groups reads 8 million entries of maps. So few are under way at a time, and
@@ -48,7 +49,10 @@ class _Look:
 
 
 class Knowledge:
+    """`new_rows` are those of the step that has begun: it claims their slots before it selects."""
+
     def __init__(self, pools: DevicePools, landings: Landings) -> None:
+        self.new_rows = 0
         self._pools = pools
         self._landings = landings
         self._looks: dict[int, _Look] = {}
@@ -69,15 +73,13 @@ class Knowledge:
         layout = self._pools.layout
         wanted = (0, int(heard.counts("evicted").sum()))
         known = frozenset(s.number for s in sequences if self._answer(s, heard) == wanted)
-        free = self._free(heard)[: layout.main_group_count]
+        free = self._free(heard)[: layout.main_group_count] - self.new_rows
         for claims in heard.unheard:
             at_most = claims.at_most[: len(free)]
             if claims.new_rows is not None and claims.sequences <= known:
                 at_most = np.minimum(at_most, claims.new_rows)
             free = free - at_most
-            if (free < 0).any():
-                return frozenset()
-        return known
+        return known if (free >= 0).all() else frozenset()
 
     def _free(self, heard: Heard) -> Counts:
         """Free slots by group, by the host's last counts."""

@@ -103,6 +103,7 @@ class DeviceSlots:
         assert not self._new.claimed, f"{step!r}: the step before it was not sealed"
         pools.lane.hold_for_keys()
         self._stopwatch.begin()
+        self.knowledge.new_rows = sum(step.query_counts)
         self.settle()
         if max(pools.sparse.ticket, self._landings.ticket) > TICKET_MAX:
             self._landings.restart()
@@ -250,6 +251,7 @@ class DeviceSlots:
         pools.sparse.ticket += 2 * self._fetches.count
         self._fetches.end()
         self._new.end()
+        self.knowledge.new_rows = 0
 
     def _count(self, step: Step) -> None:
         """Counts what the step's calls may claim at most; the seal adds up what they did claim.
