@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
-from ess.door.sequences import progress
 from ess.engine.layers.selected import SelectedRows
 from ess.engine.tokens import verification
 from ess.errors import EssError
@@ -119,12 +119,11 @@ def wrong_drafts_are_kept(patch: pytest.MonkeyPatch) -> Life:
 def any_text_finds_any_page(patch: pytest.MonkeyPatch) -> Life:
     """A page is known by the salt and by how many pages are before it."""
 
-    def of_place(parent: bytes, tokens: Sequence[int]) -> bytes:
-        return whole(parent, [0] * len(tokens))
+    def of_place(parent: bytes, text: memoryview) -> bytes:
+        return whole(parent, memoryview(array("q", [0] * len(text))))
 
-    whole = prefix.page_hash
-    for module in (prefix, progress):
-        patch.setattr(module, "page_hash", of_place)
+    whole = prefix._hashed
+    patch.setattr(prefix, "_hashed", of_place)
     return two()
 
 
