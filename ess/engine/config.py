@@ -216,7 +216,10 @@ class ProcessConfig(EngineConfig):
         0.75, "pipeline", "How far chunk sizes follow the times: 0 not at all, 1 wholly.", (0, 1)
     )
     stage_timeout_s: float = setting(
-        60.0, "pipeline", "Seconds without progress after which a stage counts as stuck.", (1, 3600)
+        60.0,
+        "pipeline",
+        "Seconds without progress and, on devices, of silence after which a stage or rank is lost.",
+        (1, 3600),
     )
     nnodes: int = setting(1, "pipeline", "Machines that the processes are divided over.", (1, 1024))
     node_rank: int = setting(

@@ -104,5 +104,5 @@ class Chunks:
         assert counts == self._counts, f"{counts} chunks of the groups, and {self._counts} by count"
 
     def slab(self, group: int) -> Slab:
-        """Its counts are those of the start; their sum stays."""
+        """The slab of the group. Its counts are those of the start; only their sum still holds."""
         return self.slabs[self._slab_of[group]]

@@ -25,8 +25,8 @@ def begin_answer(
     named: str | None,
     names: Sequence[str] = (),
 ) -> Answer:
-    """Hands the prompts to the engine. `named` is the id of the request if its body has one.
-    `names` are ids of the prompts, if they have their own."""
+    """Hands the prompts to the engine. `wanted` has the wishes for each prompt. `named` is the id
+    of the request if its body has one; `names` are ids of the prompts, if they have their own."""
     service: Service = request.app.state.service
     made = samplings(service, wanted, prompts)
     pairs = [(each.prompt, each.sampling) for each in made]

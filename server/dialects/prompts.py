@@ -372,8 +372,8 @@ class PromptReader:
         return [prompt[-self._kept_count(place, part) :] for prompt, (place, part) in kept]
 
     def _kept_count(self, place: str, part: msgspec.Struct) -> int:
-        """The last `truncate_prompt_tokens` are kept; -1 means as many as the model takes, and the
-        result 0 means all."""
+        """How many of a prompt's last tokens `truncate_prompt_tokens` keeps, where -1 asks for as
+        many as the model takes. The result 0 means all."""
         count = getattr(part, "truncate_prompt_tokens", None)
         if count is not None and count != -1 and count < 1:
             what = f"{place}truncate_prompt_tokens is {count}"

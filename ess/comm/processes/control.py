@@ -154,8 +154,8 @@ class Wire:
 
 
 def greet(sock: socket.socket, ends: Ends, secret: bytes, *, patience_s: float) -> Wire:
-    """Greets as the side that dialled; the socket's timeout holds, since the other side may be at
-    many other greetings first. BadInput when it does not know the secret."""
+    """Greets as the side that dialled, and waits as long as the socket's timeout says: the other
+    side may be at many other greetings first. BadInput when that side does not know the secret."""
     hello = _pack_hello(ends)
     with _closed_unless_met(sock):
         sock.sendall(hello)

@@ -24,7 +24,8 @@ PIECES_EACH: Final = 16
 
 
 class Sharing(NamedTuple):
-    """Groups with rows of one size, which share chunks; all counts are of pieces."""
+    """Groups with rows of one size, which share chunks. `piece` chunks move together; curves,
+    floors and `wanted` count pieces."""
 
     groups: tuple[int, ...]
     piece: int
@@ -33,7 +34,7 @@ class Sharing(NamedTuple):
     wanted: tuple[int, ...]
 
     def next_move(self, counts: list[int]) -> tuple[int, int] | None:
-        """The groups between which the next piece moves, if that pays."""
+        """Source and target of the next piece, if its move pays. `counts` are chunks by group."""
         held = [counts[group] // self.piece for group in self.groups]
         move = next_move(self.curves, held, self.floors, self.wanted)
         return None if move is None else (self.groups[move[0]], self.groups[move[1]])

@@ -24,7 +24,8 @@ def die_with_parent() -> None:
 
 def leave_signals_to_parent() -> None:
     """Ignores signals to end and to read files again: systemd may send them to all processes of a
-    unit, and `pkill` to all of a name. The parent heeds them, and needs this process meanwhile."""
+    unit, and `pkill` to all of a name. The parent heeds them, and needs this process until it has
+    ended its own work."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 

@@ -94,7 +94,7 @@ class Runner:
         for layer in (*model.layers, *drafts):
             if not layer.is_divided:
                 layer.compiled(layout).stages()
-        made = [model.ending] if model.is_last else []
+        made = [model.ending] if model.is_last else []  # each is made when it is first read
         if model.mtp is not None and drafts:
             made += [model.mtp.join_stage, model.draft_ending]
 

@@ -276,8 +276,9 @@ def sized(
     but: Sequence[str] = (),
     written: Callable[[int], str] = format_bytes,
 ) -> Resolved:
-    """Replaces automatic sizes by those of the plan, `but` some. Workers that are told of them plan
-    with these, `written` exactly: a little less may be too little for the longest request."""
+    """Replaces automatic sizes by those of the plan, `but` some. Where workers get these sizes and
+    plan with them, they are `written` to the byte: a rounded size may be too little for the longest
+    request."""
     names = ["host_bytes", "slot_bytes", "index_bytes"]
     if plan.device is not None:
         names.append("graph_bytes")

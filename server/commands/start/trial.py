@@ -48,8 +48,8 @@ def answer_of(*words: str, limit_s: float) -> Answer:
 
 
 def _left(process: subprocess.Popen[str]) -> str:
-    """Ends the process. In a call of a driver that does not return even SIGKILL is not heard: then
-    the process stays, and the end of a sentence says so."""
+    """Kills the process. SIGKILL ends no process inside a call of a driver that does not return:
+    such a process stays, and the result is the end of a sentence that says so."""
     process.kill()
     try:
         process.wait(KILLED_S)

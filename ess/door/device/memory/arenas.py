@@ -50,7 +50,7 @@ class Drops(Protocol):
 
 
 class Ages(NamedTuple):
-    """What the host has read, where it looked last: each group's rows and hits by age."""
+    """Each group's rows and hits by age, as of the host's latest look."""
 
     rows: Counts
     hits: Counts
@@ -164,7 +164,7 @@ class DeviceArenas:
     # ---- budgets, for which the host reads what slots are used for
 
     def look(self) -> None:
-        """Waits for the device, which counts: of 40 GiB of slots a copy would take 0.5 GB."""
+        """Waits for the device, which counts: rows and ages of 40 GiB of slots are 0.5 GB."""
         rows = torch.stack([self._rows_by_age(group) for group in range(len(self.arenas))])
         self._ages = Ages(rows.cpu().numpy(), self.hits.cpu().numpy())
 

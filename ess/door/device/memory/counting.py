@@ -122,7 +122,7 @@ class Counting:
         self._since.append(Claims(self.next_sending, at_most, frozenset(sequences), new_rows))
 
     def heard(self) -> Heard:
-        """As of the latest step whose counts have landed. One question to the driver."""
+        """As of the latest step whose counts have landed. The driver is asked once."""
         newest, landed = self._behind.newest(), self._behind.landed_count
         totals, looks = np.split(newest, [self.totals.numel()])
         self._since = [claims for claims in self._since if claims.sending > landed]

@@ -162,7 +162,7 @@ class Landings:
 
     @property
     def ticket(self) -> int:
-        """The last one given, or 1."""
+        """The last ticket that a piece was given; 1 if no piece was."""
         return self._ticket
 
     def restart(self) -> None:

@@ -4,9 +4,10 @@ Only the device knows which rows are absent, so a walk offers stretches of a seq
 kernels take the absent ones. A stretch is offered only if all of it fits and a tenth of the slots
 stays free, and only while no landing is under way.
 
-A walk that has come around has the sequence asked anew, and is forgotten where no landing lasts
-until the answer. So it seldom rests: what is free is a bound here, which may grow without a
-departure.
+A sequence whose walk has come around is looked at anew. Until that look is answered it does not
+count as lacking rows, so its walk is forgotten, unless a landing is under way all that time. So
+walks seldom rest here, and should not: the host's count of free slots is a lower bound, which may
+grow though no row departs.
 """
 
 from __future__ import annotations
