@@ -132,7 +132,7 @@ class Running:
         self._settings = settings
         self._clock = clock
         self.registration: Registration | None = None
-        self._is_told = False
+        self._is_told_to_end = False
         self._busy_s = 0.0
         self._draining: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -192,8 +192,8 @@ class Running:
         if number == signal.SIGHUP and not os.isatty(0):
             self._tell(self._reread)
             return
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_told_to_end:
+            self._is_told_to_end = True
             limit_end(self._settings.drain_s + HANG_S)
             self._tell(self._begin_drain, number)
         elif number != signal.SIGTERM:
@@ -223,8 +223,8 @@ class Running:
         """After SIGTERM probes see 503 for a while before the listener closes."""
         self._service.draining = True
         self._engines.end()
-        is_told = number == signal.SIGTERM and self._engines.was_ready and self._is_probed
-        work = self._drain(self._settings.drain_grace_s if is_told else 0.0)
+        has_grace = number == signal.SIGTERM and self._engines.was_ready and self._is_probed
+        work = self._drain(self._settings.drain_grace_s if has_grace else 0.0)
         self._draining = asyncio.ensure_future(self._to_the_end(work))
 
     def _end_at_once(self, told_by: str) -> None:

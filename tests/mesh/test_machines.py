@@ -100,7 +100,7 @@ def pools(pids: list[int]) -> set[str]:
     return {words[4] for words in lines if POOL in words[5:6]}
 
 
-def test_the_tokens_of_one_process_and_again_when_a_machine_loses_one(tmp_path):
+def test_the_tokens_of_one_process_also_of_a_stream_when_a_machine_loses_a_process(tmp_path):
     expected = greedy(load_model(form="f32"), PROMPT, COUNT)
     path = tmp_path / "http"
     with two_machines() as (first, second):

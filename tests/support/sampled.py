@@ -1,7 +1,7 @@
 """A pytest plugin: of a function's cases one in SAMPLED_EVERY is run, at least one.
 
-Those are chosen whose values of arguments were chosen the least often in their file. Of a grid with
-five values of an argument each fifth case would have the same one.
+Cases are chosen whose values of arguments were chosen the least often in their file. If it were
+simply each fifth case, a grid with five values of an argument would show a single value of it.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def test_rows_that_arrive_late_end_the_rest():
 
 
 def test_a_walk_rests_until_a_row_departs_that_it_may_have_passed():
-    """On a device too, where a row that had left behind a walk was once not looked for again."""
+    """Then the walk goes around again: it has not seen that the row is absent."""
     sequence, walks = SimpleNamespace(number=0, arrival_count=1, length=130), Walks(1)
     for departed_count in (5, 6, 6):
         _, walk = walks.next([sequence], departed_count)

@@ -120,7 +120,7 @@ def test_a_cached_page_that_is_held_again_is_not_forgotten():
     latent.check()
 
 
-def test_a_hold_that_is_undone_leaves_the_order_of_idle_pages():
+def test_pages_that_a_refused_sequence_asked_for_stay_where_they_were_in_order():
     latent, pages = pool(3), []
     for number in range(2):
         [page] = latent.take(1).tolist()
@@ -143,7 +143,7 @@ def test_a_hold_that_is_undone_leaves_the_order_of_idle_pages():
     latent.check()
 
 
-def test_many_pages_are_forgotten_at_once_and_taken_in_the_order_as_of_before():
+def test_pages_forgotten_at_once_are_taken_in_the_order_of_those_forgotten_singly():
     """Processes that mirror a pool see the same numbers, however its pages are forgotten."""
     taken = []
     for counts in ((3,), (1, 1, 1)):

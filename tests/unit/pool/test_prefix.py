@@ -68,7 +68,7 @@ def test_idle_pages_are_forgotten_oldest_first_unless_busy_again():
     index.check()
 
 
-def test_pages_that_were_asked_for_in_vain_idle_in_the_order_of_before():
+def test_pages_that_were_asked_for_in_vain_keep_their_order():
     index = PrefixIndex()
     for page, content in enumerate(page_hashes(range(192))):
         index.publish(page, content)
