@@ -1,14 +1,17 @@
-"""Rows that land behind a prompt, piece by piece: run by test_doors.py."""
+"""Rows that land behind a prompt, piece by piece, and stores that are late: run by
+test_doors.py."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from ess.door.device.memory.arenas import TICKET_MAX
 from ess.kernels.cuda.streams import CudaEvent
+from ess.pool.device_bytes import SEALS
 from ess.pool.lru.cuda import Residency
-from tests.door_device.doors import LAYOUT, there
-from tests.door_device.played import made, step  # noqa: F401  a fixture
+from tests.door_device.doors import LAYOUT, LEADERS, there
+from tests.door_device.played import made, step, windows  # noqa: F401  a fixture
 
 
 def test_pieces_that_wait_end_with_the_stay_of_their_sequence(made):  # noqa: F811
@@ -114,3 +117,69 @@ def test_tickets_that_run_out_start_over_beside_a_landing(made):  # noqa: F811
     step(doors, pairs, [1, 2], "whole", [1, 1])
     assert landings._ticket < 100
     doors.audit()
+
+
+def test_pieces_begin_behind_an_open_step(made):  # noqa: F811
+    """It has looked at what is free: its new rows need slots, and it may run RESIDENT."""
+    doors = made(chunks=3, seed=29)
+    mine, other = (doors.open(list(range(n, 2 * n)))[1] for n in (57, 33))
+    mine.fill()
+    doors.device.drain()
+    while not doors.device.all_resident([mine]):
+        doors.device._pools.counting.wait()
+    slot_of = doors.device._pools.sparse.slot_of[0]
+    rows = [there(each.holding.row_ids(0, count)) for each, count in ((mine, 56), (other, 32))]
+
+    def in_slots():
+        return [int((slot_of.index_select(0, each) >= 0).sum()) for each in rows]
+
+    with doors.device.begin([mine], query_counts=[1]) as under_way:
+        assert doors.device.all_resident([mine])
+        other.warm(windows(doors, 32))
+        under_way.places(0)
+        assert in_slots() == [56, 0]
+    assert in_slots()[1] > 8, "more than were free"
+    doors.device.check()
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """An event has passed once it was waited for. What was waited for, as it comes."""
+    waited, known = [], set()
+    done, wait, record = CudaEvent.done, CudaEvent.wait, CudaEvent.record
+
+    def waiting(event, timeout_s=None):
+        waited.append(event)
+        known.add(event.handle)
+        wait(event, timeout_s)
+
+    def recording(event, stream, **how):
+        known.discard(event.handle)
+        return record(event, stream, **how)
+
+    monkeypatch.setattr(CudaEvent, "done", lambda event: event.handle in known and done(event))
+    monkeypatch.setattr(CudaEvent, "wait", waiting)
+    monkeypatch.setattr(CudaEvent, "record", recording)
+    return waited
+
+
+def test_steps_that_are_learned_at_once_wait_for_stores(made, late, monkeypatch):  # noqa: F811
+    """A caller that knows what is accepted looks at no result, and gets ahead of a slow device."""
+    doors, appended = made(chunks=12, seed=30), []
+    mine = doors.open(list(range(70)))[1]
+    late.clear()
+    for turn in range(SEALS + 2):
+        rows = doors.bytes(LAYOUT.layer_total, LAYOUT.row_bytes)
+        with doors.device.begin([mine], query_counts=[1]) as under_way:
+            for layer in range(LAYOUT.layer_total):
+                keys = there(doors.bytes(1, 12)) if layer in LEADERS else None
+                under_way.append(layer, there(rows[layer : layer + 1]), keys=keys)
+            under_way.commit(accepted=[1])
+        appended.append(rows)
+        assert len(late) == max(0, turn + 1 - SEALS)
+    monkeypatch.undo()
+    doors.device.drain()
+    stored = mine.holding.host_rows(69, SEALS + 2)
+    for layer, rows in enumerate(np.stack(appended, axis=1)):
+        np.testing.assert_array_equal(doors.device.memory(layer).host.numpy()[stored], rows)
+    doors.device.check()

@@ -64,6 +64,7 @@ class DeviceSlots:
         layout, sizes, home = pools.layout, pools.sizes, pools.lane.home
         self.pools, self.knowledge = pools, knowledge
         self._landings, self._stopwatch = landings, stopwatch
+        self._lands_late = False
         self._memory = [layer_memory(pools, layer) for layer in range(layout.layer_total)]
         self._works, self._selects = _selects(pools)
         self._splits = [
@@ -252,6 +253,8 @@ class DeviceSlots:
         self._fetches.end()
         self._new.end()
         self.knowledge.new_rows = 0
+        if self._lands_late:
+            self._land()
 
     def _count(self, step: Step) -> None:
         """Counts what the step's calls may claim at most; the seal adds up what they did claim.
@@ -276,7 +279,7 @@ class DeviceSlots:
             rows = self.pools.tables.rows_of(sequence.line, chosen.positions)
             self._require_stored(group, rows)
             self._landings.warm(sequence, group, rows, chosen.ages)
-        self._landings.go_on()
+        self._land()
 
     def fill(self, sequence: Sequence, row_max: int | None) -> int:
         """How many rows are offered: the device knows which of them are absent, and takes those."""
@@ -284,8 +287,14 @@ class DeviceSlots:
         for group in range(layout.group_count):
             stored = rows[self.pools.are_stored(group, rows)]
             self._landings.fill(sequence, group, stored, row_max=row_max)
-        self._landings.go_on()
+        self._land()
         return min(len(rows), len(rows) if row_max is None else row_max) * layout.group_count
+
+    def _land(self) -> None:
+        """Behind an open step, which has looked at what is free for its new rows."""
+        self._lands_late = self.knowledge.new_rows > 0
+        if not self._lands_late:
+            self._landings.go_on()
 
     def _require_stored(self, group: int, rows: RowIds) -> None:
         are_stored = self.pools.are_stored(group, rows)

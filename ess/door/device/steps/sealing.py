@@ -108,9 +108,12 @@ class Sealing:
         return sealed
 
     def _take(self) -> SealPlace:
+        """No step begins behind two that are not learned. So a place that is not free is that of a
+        learned step: the host is ahead of the stores, and waits for that one."""
         place = self._places[self._turn]
         if not place.is_free:
-            raise BadInput(f"{SEALS} steps are sealed and not stored: learn the oldest first")
+            self._pools.inflight.settle_until(place.event)
+        assert place.is_free, f"{SEALS} steps are sealed, and the oldest is not learned"
         self._turn = (self._turn + 1) % SEALS
         place.is_free = False
         return place
