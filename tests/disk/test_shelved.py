@@ -6,11 +6,13 @@ import errno
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
+from ess.door.memory.shelf import Shelf
 from ess.engine.engine import Engine
 from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
@@ -90,6 +92,27 @@ def test_pages_that_a_full_disk_did_not_take_stay_in_the_host_pool(
         run(eng)
         assert request.output == expected(NAME, start, start + 290)
     assert third.output == expected(NAME, 600, 890)
+    eng.offload.close()
+
+
+def test_a_resume_that_is_broken_off_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C, while pages are read."""
+    eng = engine(NAME, 1, tmp_path, host_pages=10)
+    held(eng, NAME, 0, 290)
+    second, third = held(eng, NAME, 300, 590), ask(eng, NAME, 600, 890)
+    run(eng)
+    assert third.reason == "length"
+    assert second.sequence.is_shelved
+    with monkeypatch.context() as patch:
+        patch.setattr(Shelf, "wait", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            eng.resume(second)
+    eng.check()
+    eng.resume(second)
+    run(eng)
+    assert second.output == expected(NAME, 300, 590)
     eng.offload.close()
 
 

@@ -10,7 +10,7 @@ from ess.door.device.memory.arenas import TICKET_MAX
 from ess.kernels.cuda.streams import CudaEvent
 from ess.pool.device_bytes import SEALS
 from ess.pool.lru.cuda import Residency
-from tests.door_device.doors import LAYOUT, LEADERS, there
+from tests.door_device.doors import LAYOUT, LEADERS, there, whole
 from tests.door_device.played import made, step, windows  # noqa: F401  a fixture
 
 
@@ -183,3 +183,14 @@ def test_steps_that_are_learned_at_once_wait_for_stores(made, late, monkeypatch)
     for layer, rows in enumerate(np.stack(appended, axis=1)):
         np.testing.assert_array_equal(doors.device.memory(layer).host.numpy()[stored], rows)
     doors.device.check()
+
+
+def test_an_audit_before_the_first_call_of_a_step(made):  # noqa: F811
+    """It leaves the numbers that the calls of the step read."""
+    doors = made(chunks=24, seed=25)
+    steps = doors.begin([doors.open(list(range(70)))], [2])
+    doors.device.check()
+    whole(doors, steps, range(LAYOUT.layer_total))
+    doors.seal(steps, [1])
+    doors.learn()
+    doors.audit()

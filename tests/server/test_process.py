@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from ess.door import Offload
@@ -39,7 +41,7 @@ from ess.engine.process.worker import EngineLoop
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
-from ess.errors import BadInput, PoolFull
+from ess.errors import BadInput, BadState, PoolFull
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES, SLOTS, WINDOW_SLOTS
 from ess.server.commands.start.settings import FIELDS
 from tests.support.checkpoints import small, tokens
@@ -264,6 +266,13 @@ def test_a_flush_waits_for_nobody_and_forgets():
     assert wire.pieces(3)[0].cached_count == 0
     assert wire.made(2) == wire.made(3) == wire.made(1)[:2]
     loop.close()
+
+
+def test_a_flush_is_not_refused_because_a_device_has_failed(monkeypatch: pytest.MonkeyPatch):
+    loop = run(Script(t2=[Flush()]), 1)
+    monkeypatch.setattr(loop._engine.offload, "drain", Mock(side_effect=BadState("status 700")))
+    with pytest.raises(BadState, match="700"):
+        loop.turn()
 
 
 @pytest.mark.parametrize("slot_pages", [2, 8])

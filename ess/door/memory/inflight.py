@@ -84,11 +84,9 @@ class Pending:
         assert sorted(done) == done, "a later copy is done before an earlier one"
 
     def drain(self) -> None:
+        """A wait that is broken off, as by Ctrl-C, loses no commit."""
         while self._pending:
-            pending = self._pending.popleft()
-            pending.event.wait()
-            assert pending.event.done(), "a commit before its copy has landed"
-            pending.commit()
+            self.settle_until(self._pending[0].event)
 
 
 class InFlight(Pending):

@@ -80,13 +80,14 @@ class Holding:
         assert not self.page_count, "a holding is opened once"
         self.saved = state
         assert len(shared) <= page_count, f"{len(shared)} shared pages of {page_count}"
-        latent = self._pools.latent
+        latent, fresh_count = self._pools.latent, page_count - len(shared)
         latent.ask(shared)
         try:
-            self._enter(shared, page_count - len(shared), length, text)
-        except PoolFull:
+            self._admit(shared, fresh_count)
+        except BaseException:
             latent.refuse(shared)
             raise
+        self._enter(shared, fresh_count, length, text)
 
     def open_on_host(self, shared: PageIds, page_count: int) -> None:
         """As `open`, but without slots or index pages until the sequence resumes."""
@@ -98,7 +99,7 @@ class Holding:
             needs = self._needs(shared, fresh_count)
             pools.ledger.require(needs)
             self._reservation = _reserve(pools, {HOST_PAGES: needs[HOST_PAGES]})
-        except PoolFull:
+        except BaseException:
             pools.latent.refuse(shared)
             raise
         fresh = pools.latent.take(fresh_count)
@@ -113,10 +114,12 @@ class Holding:
                 f"there are rows of {text} tokens, and nothing that is kept beside them: a handoff"
                 " brings that, or open another sequence on the device"
             )
+        self._admit(self.host_pages, 0)
         self._enter(self.host_pages, 0, length, text)
 
-    def _enter(self, held: PageIds, fresh_count: int, length: int, text: int) -> None:
-        """Reserve, take `fresh_count` host pages behind the `held` pages, become active."""
+    def _admit(self, held: PageIds, fresh_count: int) -> None:
+        """Reserves for `_enter`, or raises and has changed nothing. It may wait, and the wait may
+        be broken off."""
         pools = self._pools
         assert self.line == NONE, f"line {self.line} is on the device already"
         if pools.tables.free_count == 0:
@@ -129,6 +132,11 @@ class Holding:
                 f"sequence_max, or preempt or close a sequence",
             )
         self._reservation = _reserve(pools, self._needs(held, fresh_count), self._reservation)
+
+    def _enter(self, held: PageIds, fresh_count: int, length: int, text: int) -> None:
+        """Takes `fresh_count` host pages behind the `held` pages, becomes active."""
+        pools = self._pools
+        assert self._reservation is not None, "what enters the device has been admitted"
         fresh = pools.latent.take(fresh_count)
         pools.ledger.draw(self._reservation, HOST_PAGES, fresh_count)
         self.host_pages = np.concatenate([held, fresh])

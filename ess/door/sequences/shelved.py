@@ -29,16 +29,20 @@ class Shelved:
 
     def bring_back(self) -> bool:
         """The holding has all of its pages again, or it is as before and False: a page is lost.
-        PoolFull if there is no room."""
+        PoolFull if there is no room; as before also where the wait is broken off."""
         pools, contents = self._pools, self._claim.contents
         assert pools.shelf is not None, "what is shelved lies on a disk"
         known = np.array(pools.latent.prefix.find(contents), np.int32)
         fresh = self._holding.take_first(known, len(contents) - len(known))
-        if len(fresh) and not self._read(fresh):
-            self._holding.give_up_first(len(contents))
-            return False
-        self._claim.release()
-        return True
+        is_back = False
+        try:
+            is_back = not len(fresh) or self._read(fresh)
+        finally:
+            if not is_back:
+                self._holding.give_up_first(len(contents))
+        if is_back:
+            self._claim.release()
+        return is_back
 
     def _read(self, fresh: PageIds) -> bool:
         shelf, contents = self._pools.shelf, self._claim.contents
@@ -48,7 +52,12 @@ class Shelved:
         if len(claim.contents) < len(fresh):
             claim.release()
             return False
-        shelf.wait(shelf.bring(claim, fresh, counts.append))
+        load = shelf.bring(claim, fresh, counts.append)
+        try:
+            shelf.wait(load)
+        except BaseException:
+            shelf.give_up(load)
+            raise
         return counts == [len(fresh)]
 
     def let_go(self) -> None:

@@ -226,6 +226,7 @@ class EngineLoop:
     def _flush(self) -> str:
         if self._live:
             return f"{len(self._live)} requests are running or waiting"
+        self._engine.offload.drain()  # a device that has failed ends the engine here
         try:
             self._engine.forget_prefixes()
         except BadState as error:

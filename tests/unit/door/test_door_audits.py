@@ -10,6 +10,7 @@ import pytest
 
 from ess.door import Offload
 from ess.door.memory.inflight import InFlight
+from ess.errors import BadState
 from ess.flashtrans import InlineLane
 from ess.flashtrans.views import known
 from ess.kernels.streams import RowCopy
@@ -103,6 +104,19 @@ def test_a_lane_that_overtakes_itself_is_found() -> None:
     inflight._pending.reverse()
     with pytest.raises(AssertionError, match="a later copy is done"):
         inflight.check()
+
+
+def test_a_wait_that_is_broken_off_loses_no_commit() -> None:
+    lane, row, said = ManualLane(), np.zeros((1, 4), np.uint8), list[int]()
+    inflight, copy = InFlight(lane), RowCopy(source=row, target=row.copy())
+    lane.hold()
+    for number in range(2):
+        inflight.submit([copy], lambda number=number: said.append(number))
+    with pytest.raises(BadState, match="waiting for ever"):
+        inflight.drain()
+    lane.release()
+    inflight.drain()
+    assert said == [0, 1]
 
 
 def test_a_wait_commits_what_was_submitted_up_to_it_and_nothing_behind_it() -> None:

@@ -156,3 +156,21 @@ def test_refused_while_another_leaves_it_forgets_nothing_of_the_other(
             offload.open(text, on_device=on_device)
         offload.check()
         assert offload.open(TOKENS, on_device=False).cached_count == 64
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_wait_for_room_that_is_broken_off_changes_nothing(on_device: bool) -> None:
+    """As by Ctrl-C, while another leaves."""
+    lane, row = ManualLane(), np.zeros((1, 4), np.uint8)
+    with make(lane=lane, host_bytes=5 * LAYOUT.host_page_bytes) as offload:
+        filled(offload, TOKENS, on_device=True).close()
+        leaving = offload.open([1] * 100, on_device=False)
+        lane.hold()
+        offload._pools.inflight.submit([RowCopy(source=row, target=row.copy())], lambda: None)
+        leaving.close()
+        with pytest.raises(BadState, match="waiting for ever"):
+            offload.open([*TOKENS, *[1] * 50], on_device=on_device)
+        lane.release()
+        offload.check()
+        assert offload.open([*TOKENS, *[1] * 50], on_device=on_device).cached_count == 64
+        offload.check()

@@ -3,7 +3,8 @@
 The host fixes the order of a step's calls, so the step can be captured. Kernels decide which rows
 are hits, which are fetched into which slots and which are read in place; the host has only bounds.
 Compute waits for a fetch when its `Resolution` is waited for, at the latest when its place in the
-ring of claims is needed again or the step is sealed. The host never waits.
+ring of claims is needed again or the step is sealed. The host waits only where it is several steps
+ahead of the stores (`sealing`).
 
 The first call of a step that needs them claims slots for its new rows in all groups of the main
 model, as on the host.
@@ -310,7 +311,7 @@ class DeviceSlots:
         count = self._fetches.count
         assert self._new.claimed or not count, f"{count} copies of a step that has claimed no slot"
         self._stopwatch.check()
-        if not self._new.claimed:
+        if not self.knowledge.new_rows:  # a step that has begun has written its own
             self._write_now(0)
         for residency in self._selects:
             residency.check(self._findings, stream=self.pools.lane.compute)
