@@ -82,7 +82,7 @@ class Chunks:
         if self._most is not None:
             return self._most[group]
         slab = self.slab(group)
-        return sum(slab.counts) - len(slab.groups) + 1
+        return slab.chunk_count - len(slab.groups) + 1
 
     def movable(self, source: int, target: int, count: int) -> list[npt.NDArray[np.int64]]:
         """The chunks that `source` may give to `target`, `count` together, the last ones first."""
@@ -104,5 +104,5 @@ class Chunks:
         assert counts == self._counts, f"{counts} chunks of the groups, and {self._counts} by count"
 
     def slab(self, group: int) -> Slab:
-        """The slab of the group. Its counts are those of the start; only their sum still holds."""
+        """The slab of the group. Its `counts` are those of the start; its `chunk_count` stays."""
         return self.slabs[self._slab_of[group]]

@@ -56,16 +56,16 @@ def page_hashes(
 
 
 class LatestText:
-    """The hashes of the text that was asked for last: a sequence that was refused, or whose pages
-    on the disk were counted, is asked for again with the same text."""
+    """Keeps the hashes of the text that was opened or counted last. A refused sequence is opened
+    again with the same text, and so is a text whose pages on the disk were counted."""
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
         self._salt, self._text, self._hashes = b"", list[int](), list[bytes]()
 
     def hashes(self, tokens: list[int], count: int, *, salt: bytes) -> list[bytes]:
-        """Those of the full pages of the first `count` tokens; the caller leaves them as they
-        are."""
+        """Hashes of the full pages of the first `count` tokens; the caller must not change the
+        list."""
         text = tokens[:count]
         if salt != self._salt or text != self._text:
             self._hashes = page_hashes(text, salt=salt, page_tokens=self._page_tokens)

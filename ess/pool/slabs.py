@@ -31,8 +31,12 @@ class Slab:
     counts: tuple[int, ...]
 
     @property
+    def chunk_count(self) -> int:
+        return sum(self.counts)
+
+    @property
     def stop(self) -> int:
-        return self.first + sum(self.counts) * self.chunk_rows
+        return self.first + self.chunk_count * self.chunk_rows
 
     @property
     def byte_end(self) -> int:
@@ -42,7 +46,7 @@ class Slab:
         """The owner and the first slot of each chunk."""
         assert self.stop <= 1 << 31, f"slot {self.stop - 1} has no number of 31 bits"
         owners = np.repeat(np.array(self.groups, np.int32), self.counts)
-        firsts = self.first + np.arange(len(owners)) * self.chunk_rows
+        firsts = self.first + np.arange(self.chunk_count) * self.chunk_rows
         return owners, firsts.astype(np.int32)
 
 

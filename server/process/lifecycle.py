@@ -184,8 +184,8 @@ class Running:
     def _on_signal(self, number: int) -> None:
         """The first signal drains. SIGINT behind it, as of a second Ctrl-C, ends the server at
         once. SIGTERM behind it says nothing new: systemd and Slurm send it to all processes of a
-        service, and the command that started this server passes it on. Without a terminal that
-        could be closed, SIGHUP asks to read files again.
+        service, and the command that started this server passes it on. On a terminal, which could
+        be closed, SIGHUP does what SIGINT does; elsewhere it asks to read files again.
 
         The event loop may be stuck: the timer is set here, and the loop is only told.
         """

@@ -84,7 +84,7 @@ class Pending:
         assert sorted(done) == done, "a later copy is done before an earlier one"
 
     def drain(self) -> None:
-        """A wait that is broken off, as by Ctrl-C, loses no commit."""
+        """Waits for all. A wait that is broken off, as by Ctrl-C, loses no commit."""
         while self._pending:
             self.settle_until(self._pending[0].event)
 

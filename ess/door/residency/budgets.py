@@ -122,7 +122,7 @@ class Budgets:
                 misses=float(misses[group] - self._misses[group]) / step_count,
                 slots=sparse.slot_count(group),
                 chunk=piece * each,
-                chunk_count=sum(sparse.chunks.slab(group).counts) // piece,
+                chunk_count=sparse.chunks.slab(group).chunk_count // piece,
                 first=rest * each,
             )
             most = (sparse.chunks.most(group) - rest) // piece
@@ -135,7 +135,7 @@ class Budgets:
     def _piece(self, group: int) -> int:
         """Chunks of this group's slab that move together."""
         slab = self.pools.sparse.chunks.slab(group)
-        return max(1, sum(slab.counts) // max(PIECES, PIECES_EACH * len(slab.groups)))
+        return max(1, slab.chunk_count // max(PIECES, PIECES_EACH * len(slab.groups)))
 
     def floor(self, group: int) -> int:
         """Chunks for the slots that running requests have reserved, and for a step's new rows."""

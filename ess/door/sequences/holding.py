@@ -118,8 +118,8 @@ class Holding:
         self._enter(self.host_pages, 0, length, text)
 
     def _admit(self, held: PageIds, fresh_count: int) -> None:
-        """Reserves for `_enter`, or raises and has changed nothing. It may wait, and the wait may
-        be broken off."""
+        """Reserves what `_enter` takes, or raises and has changed nothing, also where its wait for
+        copies is broken off."""
         pools = self._pools
         assert self.line == NONE, f"line {self.line} is on the device already"
         if pools.tables.free_count == 0:

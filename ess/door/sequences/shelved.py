@@ -29,7 +29,7 @@ class Shelved:
 
     def bring_back(self) -> bool:
         """The holding has all of its pages again, or it is as before and False: a page is lost.
-        PoolFull if there is no room; as before also where the wait is broken off."""
+        PoolFull if there is no room. If the wait is broken off, it is as before, too."""
         pools, contents = self._pools, self._claim.contents
         assert pools.shelf is not None, "what is shelved lies on a disk"
         known = np.array(pools.latent.prefix.find(contents), np.int32)

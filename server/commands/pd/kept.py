@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import itertools
 import os
 import signal
 import socket
@@ -42,9 +43,9 @@ class Kept:
 
     def heed_signals(self) -> None:
         """The first signal ends all processes in order; SIGINT behind it kills them at once, and
-        SIGTERM says the same again. On a terminal, which could be closed, SIGHUP does what SIGINT
-        does. Elsewhere it is passed on to servers that are ready, which read files again; routers
-        read none."""
+        SIGTERM behind it says nothing new. On a terminal, which could be closed, SIGHUP does what
+        SIGINT does. Elsewhere it is passed on to servers that are ready, which read files again;
+        routers read none."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -61,14 +62,15 @@ class Kept:
                 keeper.refresh()
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._stop.is_set() and number == signal.SIGTERM:
-            return
-        for keepers in (*self._keepers.values(), *self._retired.values()):
-            for keeper in keepers:
-                keeper.kill() if self._stop.is_set() else keeper.start_no_more()
+        kept = itertools.chain(*self._keepers.values(), *self._retired.values())
         if not self._stop.is_set():
             self._by = number
-        self._stop.set()
+            self._stop.set()
+            for keeper in kept:
+                keeper.start_no_more()
+        elif number != signal.SIGTERM:
+            for keeper in kept:
+                keeper.kill()
 
     def keep(self, role: str, order: Order, is_ready: Callable[[str], Awaitable[bool]]) -> Keeper:
         keeper = Keeper(

@@ -160,7 +160,7 @@ def test_refused_while_another_leaves_it_forgets_nothing_of_the_other(
 
 @pytest.mark.parametrize("on_device", [True, False])
 def test_a_wait_for_room_that_is_broken_off_changes_nothing(on_device: bool) -> None:
-    """As by Ctrl-C, while another leaves."""
+    """As by Ctrl-C, while another sequence leaves."""
     lane, row = ManualLane(), np.zeros((1, 4), np.uint8)
     with make(lane=lane, host_bytes=5 * LAYOUT.host_page_bytes) as offload:
         filled(offload, TOKENS, on_device=True).close()

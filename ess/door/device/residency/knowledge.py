@@ -97,7 +97,7 @@ class Knowledge:
         return free - np.array(tenths, np.int64)
 
     def lacking(self, sequences: Many[Sequence]) -> list[Sequence]:
-        """Those at which a look has been answered, and a row was absent."""
+        """The sequences whose latest look has been answered, and had an absent row."""
         heard = self._pools.counting.heard()
         return [s for s in sequences if (self._answer(s, heard) or (0, 0))[0] > 0]
 

@@ -105,7 +105,7 @@ class DeviceSlots:
         assert not self._new.claimed, f"{step!r}: the step before it was not sealed"
         pools.lane.hold_for_keys()
         self._stopwatch.begin()
-        self.knowledge.new_rows = sum(step.query_counts)
+        self.knowledge.new_rows = step.query_count
         self.settle()
         if max(pools.sparse.ticket, self._landings.ticket) > TICKET_MAX:
             self._landings.restart()
@@ -292,7 +292,8 @@ class DeviceSlots:
         return min(len(rows), len(rows) if row_max is None else row_max) * layout.group_count
 
     def _land(self) -> None:
-        """Behind an open step, which has looked at what is free for its new rows."""
+        """Begins landings, but while a step is open only at its seal: the step has looked at which
+        slots are free for its new rows."""
         self._lands_late = self.knowledge.new_rows > 0
         if not self._lands_late:
             self._landings.go_on()
