@@ -233,12 +233,12 @@ class Holding:
 
     def take_first(self, known: PageIds, fresh_count: int) -> PageIds:
         """Pages before the others again: `known` ones, and behind them fresh ones, which are
-        returned. PoolFull if there is no room."""
+        returned. PoolFull if there is no room; that, or a wait broken off, changes nothing."""
         pools = self._pools
         pools.latent.hold(known)
         try:
             reservation = _reserve(pools, {HOST_PAGES: fresh_count})
-        except PoolFull:
+        except BaseException:
             pools.latent.drop(known)
             raise
         fresh = pools.latent.take(fresh_count)

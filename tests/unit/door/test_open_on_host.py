@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 
 from ess.door import Offload
 from ess.errors import BadState, PoolFull
 from ess.kernels.streams import RowCopy
+from ess.pool.ledger import Ledger
 from tests.support.manual_lane import ManualLane
 from tests.unit.door.test_door import LAYOUT, make
 
@@ -174,3 +177,16 @@ def test_a_wait_for_room_that_is_broken_off_changes_nothing(on_device: bool) -> 
         offload.check()
         assert offload.open([*TOKENS, *[1] * 50], on_device=on_device).cached_count == 64
         offload.check()
+
+
+def test_leading_pages_that_come_back_are_dropped_when_the_wait_for_room_is_broken_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with make() as offload:
+        holding = filled(offload, TOKENS, on_device=False).holding
+        counts, pages = offload._pools.latent.pages.hold_count, holding.host_pages.tolist()
+        monkeypatch.setattr(Ledger, "reserve", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            holding.take_first(holding.host_pages[:1], 1)
+        assert [counts(page) for page in pages] == [1] * len(pages)
+        assert holding.host_pages.tolist() == pages
