@@ -136,6 +136,7 @@ def test_pieces_begin_behind_an_open_step(made):  # noqa: F811
     with doors.device.begin([mine], query_counts=[1]) as under_way:
         assert doors.device.all_resident([mine])
         other.warm(windows(doors, 32))
+        doors.device.check()
         under_way.places(0)
         assert in_slots() == [56, 0]
     assert in_slots()[1] > 8, "more than were free"

@@ -5,7 +5,7 @@ order of the steps, and is copied on a stream of its own; a few pieces are under
 each has its own place for what it has claimed. Rows on their way are read in place, so a step need
 not wait for them. There is one exception: a slot that a piece is filling cannot give way, so a step
 whose new rows might find no slot waits for the piece. The host starts further pieces between steps,
-when it looks at landings anyway.
+when it looks at landings anyway: an open step has looked at which slots are free for its new rows.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class UnderWay(NamedTuple):
 
 
 class Landings:
-    """Pieces that are under way land in the order in which they began."""
+    """Pieces that are under way land in the order in which they began. None begins while a step is
+    open: then landings are held."""
 
     def __init__(self, pools: DevicePools) -> None:
         self._pools = pools
@@ -84,6 +85,7 @@ class Landings:
         self._residencies: dict[tuple[int, int], Residency] = {}
         self._ticket = 1
         self._landed = 1
+        self.is_held = False
 
     @property
     def is_busy(self) -> bool:
@@ -153,9 +155,9 @@ class Landings:
         return all(count + new_rows <= slot_count(group) for group, count in filling.items())
 
     def go_on(self) -> None:
-        """Starts as many pieces as there are free places."""
+        """Starts as many pieces as there are free places, unless a step is open."""
         self.behind()
-        while self._waiting and self._free:
+        while self._waiting and self._free and not self.is_held:
             piece = self._waiting.popleft()
             if piece.sequence.state == "active" and piece.stay == self._stay(piece.sequence):
                 self._start(self._free.pop(), piece)
@@ -174,12 +176,13 @@ class Landings:
         self._ticket = self._landed = 1
 
     def drain(self) -> None:
-        """Waits until nothing is under way and nothing waits to begin."""
+        """Waits until nothing is under way and, unless a step is open, nothing waits to begin."""
         self.go_on()
         while self._under_way:
             self._under_way[0].place.event.wait()
             self.go_on()
-        assert not self._waiting, f"{len(self._waiting)} pieces wait beside free places"
+        waiting_count = 0 if self.is_held else len(self._waiting)
+        assert not waiting_count, f"{waiting_count} pieces wait beside free places"
 
     def _start(self, place: LandingPlace, piece: Piece) -> None:
         pools, lane = self._pools, self._pools.lane

@@ -65,7 +65,6 @@ class DeviceSlots:
         layout, sizes, home = pools.layout, pools.sizes, pools.lane.home
         self.pools, self.knowledge = pools, knowledge
         self._landings, self._stopwatch = landings, stopwatch
-        self._lands_late = False
         self._memory = [layer_memory(pools, layer) for layer in range(layout.layer_total)]
         self._works, self._selects = _selects(pools)
         self._splits = [
@@ -105,7 +104,7 @@ class DeviceSlots:
         assert not self._new.claimed, f"{step!r}: the step before it was not sealed"
         pools.lane.hold_for_keys()
         self._stopwatch.begin()
-        self.knowledge.new_rows = step.query_count
+        self.knowledge.new_rows, self._landings.is_held = step.query_count, True
         self.settle()
         if max(pools.sparse.ticket, self._landings.ticket) > TICKET_MAX:
             self._landings.restart()
@@ -253,9 +252,8 @@ class DeviceSlots:
         pools.sparse.ticket += 2 * self._fetches.count
         self._fetches.end()
         self._new.end()
-        self.knowledge.new_rows = 0
-        if self._lands_late:
-            self._land()
+        self.knowledge.new_rows, self._landings.is_held = 0, False
+        self._landings.go_on()
 
     def _count(self, step: Step) -> None:
         """Counts what the step's calls may claim at most; the seal adds up what they did claim.
@@ -280,7 +278,7 @@ class DeviceSlots:
             rows = self.pools.tables.rows_of(sequence.line, chosen.positions)
             self._require_stored(group, rows)
             self._landings.warm(sequence, group, rows, chosen.ages)
-        self._land()
+        self._landings.go_on()
 
     def fill(self, sequence: Sequence, row_max: int | None) -> int:
         """How many rows are offered: the device knows which of them are absent, and takes those."""
@@ -288,15 +286,8 @@ class DeviceSlots:
         for group in range(layout.group_count):
             stored = rows[self.pools.are_stored(group, rows)]
             self._landings.fill(sequence, group, stored, row_max=row_max)
-        self._land()
+        self._landings.go_on()
         return min(len(rows), len(rows) if row_max is None else row_max) * layout.group_count
-
-    def _land(self) -> None:
-        """Begins landings, but while a step is open only at its seal: the step has looked at which
-        slots are free for its new rows."""
-        self._lands_late = self.knowledge.new_rows > 0
-        if not self._lands_late:
-            self._landings.go_on()
 
     def _require_stored(self, group: int, rows: RowIds) -> None:
         are_stored = self.pools.are_stored(group, rows)
