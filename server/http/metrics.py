@@ -218,7 +218,11 @@ def _disk(service: Service) -> Iterator[Metric]:
     seconds = {"stored": stats.store_s, "loaded": stats.load_s}
     sentence = "seconds that pages to and from the disk took"
     yield _by_name("ess_disk_seconds", sentence, "how", seconds)
-    yield _gauge("ess_disk_failed", "1 when no page is stored on disk any more", bool(stats.fault))
+    yield _gauge(
+        "ess_disk_failed",
+        "1 when no page is stored on disk, which is full or broken",
+        bool(stats.fault),
+    )
 
 
 def _graphs(service: Service) -> Iterator[Metric]:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -384,6 +384,45 @@ def test_a_full_disk_ends_storing_and_nothing_else(tmp_path: Path) -> None:
     made.close()
     again = tier(tmp_path)
     assert all(loaded(again, text) for text in texts(range(6)))
+    again.close()
+
+
+@pytest.mark.parametrize("fails_first", ["pages", "gone", "come"])
+def test_a_full_disk_with_room_again_stores_again(
+    fails_first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked again after a while only, and has lost none of its records: neither free ones nor
+    those of the texts that were to give way."""
+    notes: list[str] = []
+    made = tier(tmp_path, pages=6, note=notes.append)
+    fill(made, range(5))
+    change = made._folder.catalogue.change
+
+    def full(**told: Any) -> None:
+        if told.get(fails_first):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        change(**told)
+
+    with monkeypatch.context() as patched:
+        if fails_first == "pages":
+            patched.setattr(os, "pwrite", fails_with(errno.ENOSPC))
+        patched.setattr(made._folder.catalogue, "change", full)
+        fill(made, range(5, 9))
+        assert made.uses.fault.startswith("the disk takes no more pages: ")
+    fill(made, range(9, 11))
+    assert not any(loaded(made, text) for text in texts(range(5, 11)))
+    monkeypatch.setattr(made._writer, "_again_s", 0.0)
+    fill(made, range(11, 12))
+    fill(made, range(12, 17))
+    assert made.uses.fault == ""
+    assert [loaded(made, text) for text in texts(range(17))] == [False] * 11 + [True] * 6
+    refused, stores = notes
+    assert refused.endswith("those it has are read on, and it is tried again every 60 s")
+    assert stores == f"{tmp_path}: the disk takes pages again"
+    made.check()
+    made.close()
+    again = tier(tmp_path, pages=6)
+    assert all(loaded(again, text) for text in texts(range(11, 17)))
     again.close()
 
 

@@ -11,6 +11,9 @@ then asks whether it still had that text (`Copy`).
 
 from __future__ import annotations
 
+import errno
+import math
+import sqlite3
 import threading
 import time
 from collections import OrderedDict
@@ -33,6 +36,8 @@ Note = Callable[[str], None]
 BATCH_BYTES: Final = 64 << 20
 BATCH_MAX: Final = 256
 QUEUE_MAX: Final = 1 << 16
+AGAIN_S: Final = 60.0
+"""How long after a full disk refused pages it is offered another."""
 
 
 def unsaid(sentence: str) -> None:
@@ -41,7 +46,11 @@ def unsaid(sentence: str) -> None:
 
 class Writer:
     """The writing thread. `lock` guards records, queue and counts. `fault` says why no more pages
-    are stored; it is empty while all is well."""
+    are stored; it is empty while all is well.
+
+    A batch takes records: free ones, and those of texts that the catalogue is told to forget
+    (`_gone`). Where a disk refuses the batch, the latter are `_kept_back`: the catalogue may still
+    name them, and is told again before they are used."""
 
     def __init__(self, slab: Slab, catalogue: Catalogue, records: Records, note: Note) -> None:
         self.lock = threading.Condition()
@@ -54,7 +63,10 @@ class Writer:
         self._note = note
         self._queue: OrderedDict[bytes, Copy] = OrderedDict()
         self._leaving: list[Entry] = []
-        self._taken_count = self._lost_count = 0
+        self._gone: list[Entry] = []
+        self._kept_back: list[Entry] = []
+        self._taken: list[int] = []
+        self._again_s = -math.inf
         self._is_busy = self._is_ending = self._is_over = False
         self._page = np.empty(slab.record_bytes, np.uint8)
         self._batch_max = max(1, min(BATCH_MAX, BATCH_BYTES // slab.record_bytes))
@@ -66,9 +78,11 @@ class Writer:
     def add(self, content: bytes, copy: Copy) -> None:
         if content in self._queue:
             return
-        if self.fault or self._is_ending or len(self._queue) >= QUEUE_MAX:
+        is_refused = bool(self.fault) and time.monotonic() < self._again_s
+        if is_refused or self._is_ending or len(self._queue) >= QUEUE_MAX:
             self.dropped_count += 1
             return
+        self._tell_again()
         self._queue[content] = copy
         self.lock.notify_all()
 
@@ -84,8 +98,13 @@ class Writer:
         self.lock.notify_all()
 
     def remove_all(self) -> None:
+        self._tell_again()
         self._leaving += self._records.remove_all()
         self.lock.notify_all()
+
+    def _tell_again(self) -> None:
+        self._leaving += self._kept_back
+        self._kept_back.clear()
 
     def clear_queue(self) -> None:
         self.dropped_count += len(self._queue)
@@ -100,7 +119,8 @@ class Writer:
         return len(self._queue)
 
     def check(self) -> None:
-        self._records.check(taken_count=len(self._leaving) + self._taken_count + self._lost_count)
+        entries = (*self._leaving, *self._gone, *self._kept_back)
+        self._records.check(taken_count=len(entries) + len(self._taken))
 
     # ---- the caller's thread
 
@@ -133,11 +153,11 @@ class Writer:
             with self.lock:
                 self.lock.wait_for(lambda: self._is_ending or not self.is_idle)
                 batch = self._next_batch()
-                leaving, self._leaving = self._leaving, []
+                self._gone, self._leaving = self._leaving, []
                 is_over = self._is_ending and not batch
-                self._is_busy, self._taken_count = True, len(leaving)
+                self._is_busy = True
             try:
-                self._write(batch, leaving, is_last=is_over)
+                self._write(batch, is_last=is_over)
             except (OSError, *ERRORS) as error:
                 self._stop(error, is_over=is_over)
             finally:
@@ -151,14 +171,13 @@ class Writer:
         self._records.use(content for content, _ in batch)
         return [wanted for wanted in batch if wanted[0] not in self._records]
 
-    def _write(
-        self, batch: list[tuple[bytes, Copy]], leaving: list[Entry], *, is_last: bool
-    ) -> None:
+    def _write(self, batch: list[tuple[bytes, Copy]], *, is_last: bool) -> None:
         began_s = time.monotonic()
         with self.lock:
             records, victims = self._records.take(len(batch))
-            self._taken_count += len(records)
-        self._catalogue.change(gone=[entry.content for entry in (*leaving, *victims)])
+            self._taken = records[: len(records) - len(victims)]
+            leaving, self._gone = self._gone, [*self._gone, *victims]
+        self._catalogue.change(gone=[entry.content for entry in self._gone])
         written = self._write_pages(batch, records)
         with self.lock:
             self._records.stamp(reversed(written))
@@ -172,10 +191,13 @@ class Writer:
                 self._records.add(entry)
             self._records.put_back(record for record in records if record not in kept)
             self._records.put_back(entry.record for entry in leaving)
-            self._taken_count = 0
+            self._gone, self._taken = [], []
             self.stored_count += len(written)
             self.dropped_count += len(batch) - len(written)
             self.seconds += time.monotonic() - began_s if batch else 0.0
+            was_refused, self.fault = bool(self.fault), "" if written else self.fault
+        if was_refused and written:
+            self._note("the disk takes pages again")
 
     def _write_pages(self, batch: list[tuple[bytes, Copy]], records: list[int]) -> list[Entry]:
         written = []
@@ -188,15 +210,28 @@ class Writer:
         return written
 
     def _stop(self, error: Exception, *, is_over: bool) -> None:
-        """Stores no more pages. Taken records stay taken: what they hold is unknown."""
+        """Stores no more pages; where the disk is full, none for a while."""
         with self.lock:
             self.clear_queue()
-            self._lost_count += self._taken_count
-            self._taken_count = 0
+            self._records.put_back(self._taken)
+            self._kept_back += self._gone
+            self._gone, self._taken = [], []
+            was_refused = bool(self.fault)
+            self._again_s = time.monotonic() + AGAIN_S if _is_full(error) else math.inf
             if not is_over:
                 self.fault = f"the disk takes no more pages: {_why(error)}"
-        if not is_over:
-            self._note(f"{self.fault}; those it has are read on, and a restart stores again")
+        if not (is_over or was_refused):
+            then = f"it is tried again every {AGAIN_S:g} s" if _is_full(error) else _RESTART
+            self._note(f"{self.fault}; those it has are read on, and {then}")
+
+
+_RESTART: Final = "a restart stores again"
+
+
+def _is_full(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
 
 
 def _why(error: Exception) -> str:
