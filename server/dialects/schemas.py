@@ -285,6 +285,7 @@ class GenerateAsk(Addressed, kw_only=True):
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
     return_text_in_logprobs: bool | None = None
+    return_prompt_token_ids: bool | None = None
     model: str | None = None
 
 

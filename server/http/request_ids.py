@@ -105,7 +105,8 @@ def _check_names(field: str, given: str | Sequence[str] | None) -> None:
 
 
 def _salt(ask: Generated) -> str:
-    given = (("cache_salt", ask.cache_salt), ("extra_key", ask.extra_key))
+    """An empty `extra_key` is none, as in SGLang; vLLM refuses an empty `cache_salt`."""
+    given = (("cache_salt", ask.cache_salt), ("extra_key", ask.extra_key or None))
     for name, salt in given:
         if salt is not None and not 0 < len(salt) <= NAME_CHARS_MAX:
             raise BadInput(f"{name} has {len(salt):,} characters, not 1..{NAME_CHARS_MAX}")

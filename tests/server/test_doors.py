@@ -89,8 +89,9 @@ def test_generate_speaks_sglang(served: Served):
 
 def test_generate_streams_everything_so_far(served: Served):
     body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}, "stream": True}
-    events = stream(served, "/generate", body)
+    events = stream(served, "/generate", {**body, "return_prompt_token_ids": True})
     assert [len(each["output_ids"]) for each in events] == [1, 2, 3]
+    assert [each.get("prompt_token_ids") for each in events] == [None, None, [5, 6]]
     assert TEXT.startswith(events[-1]["text"])
     assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
     assert [each["meta_info"]["finish_reason"] for each in events[:-1]] == [None, None]
@@ -317,7 +318,8 @@ def test_models_version_and_what_is_configured(served: Served):
     ]
     assert most == "7"
     for path in ("/model_info", "/get_model_info"):
-        assert ask(served, path)["is_generation"] is True
+        shown = ask(served, path)
+        assert (shown["is_generation"], shown["weight_version"]) == (True, "default")
 
 
 def test_one_model_is_shown_or_absent(served: Served):

@@ -28,6 +28,9 @@ from ess.units import counted
 
 T = TypeVar("T")
 
+WEIGHT_VERSION: Final = "default"
+"""SGLang's word for weights that were never replaced; trainers keep it with each answer."""
+
 
 async def generate(request: Request) -> Response:
     service: Service = request.app.state.service
@@ -189,6 +192,7 @@ class GenerateShape:
             "prompt_tokens": len(self.prompts[place]),
             "completion_tokens": made,
             "cached_tokens": grown.cached_count,
+            "weight_version": WEIGHT_VERSION,
         }
         scores = self.scores[place]
         if scores.top is not None:
@@ -198,6 +202,8 @@ class GenerateShape:
             meant |= self._input_logprobs(index, self.prompts[place], scores.start, scored)
         ids = self._list(index, "output_ids", made, grown.tokens.__getitem__)
         document = {"text": grown.text if made else "", "output_ids": ids, "meta_info": meant}
+        if self.ask.return_prompt_token_ids and grown.finish is not None:
+            document["prompt_token_ids"] = self.prompts[place]
         return {**document, "index": index} if self.is_many else document
 
     def _input_logprobs(

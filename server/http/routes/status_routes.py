@@ -18,6 +18,7 @@ import ess
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import Unavailable
 from ess.server.dialects.generation import Ending, Generation
+from ess.server.dialects.routes.generate import WEIGHT_VERSION
 from ess.server.dialects.streaming import Answer
 from ess.server.http.metrics import CONTENT_TYPE, MODES, exposition
 from ess.server.http.openapi.door import Door
@@ -96,6 +97,7 @@ def _model(service: Service) -> dict[str, Any]:
         "tokenizer_path": service.name,
         "served_model_name": service.name,
         "is_generation": True,
+        "weight_version": WEIGHT_VERSION,
         "model_type": service.model_type,
         "architectures": [service.architecture],
         "max_model_len": service.limits.length_max,
