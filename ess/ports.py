@@ -42,6 +42,10 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def not_listening(host: str, port: int, error: OSError, another: str = ANOTHER) -> Unavailable:
-    """The refusal of an address; if it is in use, with how a user gives another."""
-    hint = f"; give another with {another}" if error.errno == errno.EADDRINUSE else ""
+    """The refusal of an address, with what a user may do."""
+    hints = {
+        errno.EADDRINUSE: f"; give another with {another}",
+        errno.EADDRNOTAVAIL: f"; no interface of this machine has {host}, 0.0.0.0 stands for all",
+    }
+    hint = hints.get(error.errno or 0, "")
     return Unavailable(f"cannot listen on {host}:{port}: {error.strerror}{hint}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ def host_memory(byte_count: int, *, touch_threads: int = 0) -> npt.NDArray[np.ui
         )
     except OSError as error:
         raise Unavailable(
-            f"{format_bytes(byte_count)} of host memory cannot be allocated: {error}"
+            f"{format_bytes(byte_count)} of host memory cannot be allocated: {_why(error)}"
         ) from error
     whole = _on_huge_pages(region)
     start = -whole.__array_interface__["data"][0] % _HUGE_PAGE
@@ -71,7 +72,7 @@ def memory_file(byte_count: int, *, name: str = "memory") -> MemoryFile:
     except OSError as error:
         os.close(fd)
         raise Unavailable(
-            f"{format_bytes(byte_count)} of shared memory cannot be allocated: {error}"
+            f"{format_bytes(byte_count)} of shared memory cannot be allocated: {_why(error)}"
         ) from error
     weakref.finalize(region, os.close, fd)
     return MemoryFile(_on_huge_pages(region), fd)
@@ -120,6 +121,13 @@ class _Read:
 def _check_size(byte_count: int) -> None:
     if byte_count <= 0:
         raise BadInput(f"byte_count is {byte_count}, must be positive")
+
+
+def _why(error: OSError) -> str:
+    """Names a limit that the user has set: no figure of free memory shows it."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limit = f"; `ulimit -v` allows this process {format_bytes(most)}"
+    return f"{error.strerror}{'' if most == resource.RLIM_INFINITY else limit}"
 
 
 def _on_huge_pages(region: mmap.mmap) -> npt.NDArray[np.uint8]:

@@ -120,7 +120,9 @@ def load(path: str | Path, layout: ModelLayout) -> Calibrated:
     except OSError as error:
         raise BadInput(f"calibration {path} cannot be read: {error.strerror}") from None
     except UNDECODABLE as error:
-        raise BadInput(f"calibration {path}: {error}") from None
+        raise BadInput(
+            f"calibration {path} is not a file of `ess-bench calibrate --out`: {error}"
+        ) from None
     rows = document.rows
     values = {row.name.removeprefix(PREFIX): row.value for row in rows if PREFIX in row.name}
     for name, value in values.items():

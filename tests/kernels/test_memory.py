@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -36,6 +37,17 @@ def resident_bytes(begin: int, size: int) -> int:
 
 def place_of(memory: np.ndarray) -> tuple[int, int]:
     return memory.__array_interface__["data"][0], memory.size
+
+
+def test_a_limit_that_the_user_has_set_is_named() -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, before[1]))
+    try:
+        with pytest.raises(Unavailable) as failed:
+            host_memory(1 << 40)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert str(failed.value).endswith("memory; `ulimit -v` allows this process 1.00 TiB")
 
 
 @pytest.mark.parametrize("byte_count", [1, 4097, 2 << 20, (5 << 20) + 3])

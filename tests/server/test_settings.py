@@ -438,9 +438,9 @@ def test_keys_from_a_file_are_as_secret(tmp_path: Path):
     assert settled.settings.keys == ("hushed-1", "hushed-2")
     assert settled.shown()["api_key"] == {"value": "set", "from": "flag"}
     assert "hushed" not in repr(settled)
-    for empty in (b"", b"\n", b"\xff\xfe"):
-        path.write_bytes(empty)
-        with pytest.raises(BadInput, match=r"keys (has no key|is not text)"):
+    for wrong in (b"", b"\n", b"\xff\xfe", b"good\nh\xc3\xbcshed"):
+        path.write_bytes(wrong)
+        with pytest.raises(BadInput, match=r"keys (has no key|is not text|has a character that)"):
             resolve({"api_key_file": str(path)}, environment={})
 
 

@@ -88,7 +88,7 @@ def test_a_file_that_is_not_there_or_no_document(tmp_path):
     with pytest.raises(BadInput, match="No such file"):
         load(tmp_path / "none.json", LAYOUT)
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(BadInput, match=r"bad\.json"):
+    with pytest.raises(BadInput, match=r"bad\.json is not a file of `ess-bench calibrate"):
         load(tmp_path / "bad.json", LAYOUT)
 
 

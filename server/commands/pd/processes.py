@@ -44,7 +44,7 @@ from ess.server.commands.pd.shares import (
     share_of,
     stages_of,
 )
-from ess.server.commands.start.files.hidden_files import check_header_text, read_keys
+from ess.server.commands.start.files.hidden_files import read_keys
 from ess.server.commands.start.files.watched import FILES_S, Watched
 from ess.server.commands.start.settings import Settings, resolve
 from ess.server.commands.start.written_addresses import listed
@@ -215,9 +215,7 @@ class PdProcesses:
                     await self._kept.replace("router", self._router_order(), self._is_router_ready)
 
     def _take_keys(self) -> str:
-        keys = listed(read_keys(self._settings.api_key_file))
-        check_header_text(keys)
-        self._keys = keys
+        self._keys = listed(read_keys(self._settings.api_key_file))
         return "the next router starts with these keys"
 
     # ---- the end

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from ess.errors import BadInput
-from ess.server.commands.start.files.hidden_files import check_header_text, check_tls, read_keys
+from ess.server.commands.start.files.hidden_files import check_tls, read_keys
 from ess.server.commands.start.files.watched import FILES_S, Watched
 from ess.server.commands.start.settings import Settings
 from ess.server.commands.start.sizing import size_of
@@ -82,7 +82,6 @@ def watched_files(settings: Settings, config: uvicorn.Config, keys: Keys) -> lis
 
     def use_keys() -> str:
         listed_keys = listed(read_keys(settings.api_key_file))
-        check_header_text(listed_keys)
         keys.replace(listed_keys)
         return "1 key is valid" if len(listed_keys) == 1 else f"{len(listed_keys)} keys are valid"
 

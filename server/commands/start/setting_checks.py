@@ -32,7 +32,7 @@ def check_api_keys(settings: Settings) -> None:
     """Refuses a server without a key unless that was asked for, or only this machine reaches it."""
     if settings.api_key and not settings.keys:
         raise BadInput("api_key has no key in it, only spaces and commas")
-    check_header_text(settings.keys)
+    check_header_text(settings.keys, "api_key")
     if settings.keys and settings.without_key:
         raise BadInput("give api_key or without_key, not both")
     is_near = bool(settings.uds) or is_loopback(settings.host)

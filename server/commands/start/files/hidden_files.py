@@ -36,12 +36,13 @@ def _keys_in(path: Path) -> str:
     keys = listed(",".join(_read_hidden(path, "api_key_file").splitlines()))
     if not keys:
         raise BadInput(f"api_key_file {path} has no key in it")
+    check_header_text(keys, f"api_key_file {path}")
     return ",".join(keys)
 
 
-def check_header_text(keys: Iterable[str]) -> None:
+def check_header_text(keys: Iterable[str], name: str) -> None:
     if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
-        raise BadInput("api_key has a character that is not visible ASCII: no header can carry it")
+        raise BadInput(f"{name} has a character that is not visible ASCII: no header can carry it")
 
 
 def check_tls(cert: str, key: str, authorities: str = "") -> None:
