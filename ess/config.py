@@ -50,7 +50,7 @@ class Setting:
 
     def check(self, value: Any) -> None:
         if isinstance(value, str):
-            is_allowed = not self.choices or value in self.choices
+            is_allowed = value in self.choices or not (self.choices or self.bounds)
         else:
             is_allowed = self.bounds is None or self.bounds[0] <= value <= self.bounds[1]
         if not is_allowed:

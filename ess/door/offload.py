@@ -436,6 +436,8 @@ def _check_eviction(evict: str, device: str) -> None:
 
 
 def _check_disk(disk: DiskTier | None, layout: ModelLayout, common: Common | None) -> None:
+    if not isinstance(disk, DiskTier | None):
+        raise BadInput(f"disk is {disk!r:.80}, must be a DiskTier of ess.pool.disk.tier")
     if disk is not None and common is not None:
         raise BadInput("disk and common are given: several processes would write to the disk")
     if disk is not None and layout.has_states:

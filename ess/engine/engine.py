@@ -112,6 +112,7 @@ class Engine:
             flights=self._flights,
         )
         self._made: list[NewTokens] = []
+        self._is_closed = False
 
     # ---- requests
 
@@ -122,6 +123,8 @@ class Engine:
         **options: Unpack[RequestOptions],
     ) -> Request:
         """Adds a request; `RequestOptions` says what each option means."""
+        if self._is_closed:
+            raise BadState("this engine is closed")
         request = self._intake.made(prompt, sampling, **options)
         self._handoffs.equip(request)
         may_enter = self._entry.equip(request, longest=self.offload.sizes.length_max)
@@ -304,6 +307,7 @@ class Engine:
         one stands by."""
         while not self._ranks.latest.all_leave:
             self.stand_by(leaves=True)
+        self._is_closed = True
         self._flights.close()
         self._entry.close()
 

@@ -238,6 +238,12 @@ def test_wrong_arguments_of_an_engine():
         EngineConfig(chunk_tokens=0)
     with pytest.raises(BadInput, match="prompt must be a list of whole numbers"):
         engine("v32").add([1.0, 2.0], Sampling(tokens_max=4))
+    with pytest.raises(BadInput, match=r"mtp is '2', must be 1\.\.8"):
+        EngineConfig(mtp="2")
+    made = engine("v32")
+    made.close()
+    with pytest.raises(BadState, match="this engine is closed"):
+        made.add([1, 2])
 
 
 @pytest.mark.parametrize(

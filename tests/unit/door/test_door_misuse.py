@@ -156,6 +156,7 @@ def test_wrong_terms_of_a_sequence_are_refused(offload, changes, match):
         ({"length_max": 0}, "length_max is 0"),
         ({"slot_bytes": "lots"}, "slot_bytes: 'lots' is not a size"),
         ({"lane": "fast"}, "lane is 'fast', must be a lane"),
+        ({"disk": "/tmp"}, "disk is '/tmp', must be a DiskTier"),
         ({"part_max": 1.5}, "part_max is 1.5, must be a whole number"),
         ({"layout": "deepseek-v3.2"}, "layout is 'deepseek-v3.2', must be a ModelLayout"),
         (
