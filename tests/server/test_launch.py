@@ -238,12 +238,14 @@ def test_a_folder_of_pages_that_cannot_be_is_refused_before_the_server_listens(
 def test_a_disk_with_less_room_than_pages_may_take_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that are there already are room too, also those of a stage."""
+    """Pages that are there already are room too, also those of a stage. A slab of another process
+    may be gone once it is looked at."""
 
     def notes(room: str) -> tuple[str, ...]:
         given = {"prefix_cache_dir": str(tmp_path), "prefix_cache_disk": room}
         return noting_disk(resolve(given, environment={})).notes
 
+    (tmp_path / "gone.slab").symlink_to(tmp_path / "nowhere")
     assert (notes("1MiB"), noting_disk(resolve({}, environment={})).notes) == ((), ())
     [note] = notes("1000TiB")
     assert note.startswith(f"prefix_cache_dir {tmp_path} has room for ")

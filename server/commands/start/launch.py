@@ -295,14 +295,24 @@ def noting_disk(resolved: Resolved) -> Resolved:
     if not folder:
         return resolved
     wanted, kept = parse_size(resolved.settings.prefix_cache_disk), Path(folder)
-    taken = sum(file.stat().st_blocks * BLOCK_BYTES for file in kept.rglob("*.slab"))
-    if (room := shutil.disk_usage(kept).free + taken) >= wanted:
+    if (room := shutil.disk_usage(kept).free + _slab_bytes(kept)) >= wanted:
         return resolved
     note = (
         f"prefix_cache_dir {folder} has room for {format_bytes(room)}, less than prefix_cache_disk,"
         f" {format_bytes(wanted)}: when its disk is full, no more pages are stored until a restart"
     )
     return replace(resolved, notes=(*resolved.notes, note))
+
+
+def _slab_bytes(folder: Path) -> int:
+    """What slabs take of the disk; another process may remove any of them, or a folder, by now."""
+    taken = 0
+    for home, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith(".slab"):
+                with contextlib.suppress(FileNotFoundError):
+                    taken += Path(home, name).stat().st_blocks * BLOCK_BYTES
+    return taken
 
 
 def listeners_of(settings: Settings) -> list[socket.socket]:
