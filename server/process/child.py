@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
+
+from ess.engine.process.lifeline import words_of
 
 LINE_BYTES_MAX: Final = 64 << 10
 """A record of a log, such as a traceback, must come whole."""
@@ -45,10 +46,7 @@ class Child:
         """Starts a process; with `is_heard`, its output is read from `printed` and `logged`."""
         piped = asyncio.subprocess.PIPE if is_heard else None
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            program,
-            *arguments,
+            *words_of(program, *arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=piped,
             stderr=piped,

@@ -18,12 +18,12 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from typing import Final, cast
 
 import msgspec
 
+from ess.engine.process.lifeline import words_of
 from ess.errors import BadInput, EssError, Unavailable
 from ess.models.chat.styles import ChatStyle
 from ess.models.text.tokenizer import Tokenizer
@@ -203,7 +203,7 @@ class Lane:
         """Starts it in its own session: Ctrl-C does not reach it, and its children end with it."""
         await self._kill()
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", *self._program),
+            *words_of(*self._program),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=1 << 20,

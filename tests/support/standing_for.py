@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import socket
-import sys
 
 from ess.engine.process.lifeline import die_with_parent
 
@@ -22,13 +21,14 @@ NURSERY = "FORKED_BY_{}"
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def stand(kind: str) -> None:
-    """Returns only if the nursery has no such fork: then this process does the work itself."""
+def stand(kind: str, words: list[str]) -> None:
+    """`words` are those behind `python`. Returns only if the nursery has no such fork: then this
+    process does the work itself."""
     die_with_parent()
     files = inherited()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nursery:
         nursery.connect(f"\0{os.environ[NURSERY.format(kind)]}")
-        asked = {"words": sys.orig_argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}
+        asked = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}
         socket.send_fds(nursery, [json.dumps(asked | {"files": files}).encode()], files)
         fork = int(nursery.recv(64))
         if fork < 0:

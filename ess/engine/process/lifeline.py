@@ -1,7 +1,10 @@
 """An engine process does not outlive the server that started it, not even stopped or stuck.
 
+    python -m ess.engine.process.lifeline MODULE ARGUMENT...     (as `python -m MODULE ARGUMENT...`)
+
 The closed stdin ends an engine between two steps. An engine that is stuck in a step is ended by the
-system: on Linux the kernel sends SIGKILL when the parent has ended.
+system: on Linux the kernel sends SIGKILL when the parent has ended. A process asks for that before
+it imports anything else: importing torch takes seconds, on a busy machine many.
 """
 
 from __future__ import annotations
@@ -9,12 +12,20 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import runpy
+import select
 import signal
 import sys
-from select import select
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
+_HERE: Final = "ess.engine.process.lifeline"
+
+
+def words_of(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command line of a module that ends with this process from its first import on; its
+    stdin is a pipe from here."""
+    return (sys.executable, "-m", _HERE, module, *arguments)
 
 
 def die_with_parent() -> None:
@@ -50,5 +61,25 @@ def leave_objects() -> None:
 
 def is_closed(descriptor: int) -> bool:
     """Whether the other end of a pipe, to which nothing is written, has been closed."""
-    readable, _, _ = select([descriptor], [], [], 0.0)
+    readable, _, _ = select.select([descriptor], [], [], 0.0)
     return bool(readable) and not os.read(descriptor, 1)
+
+
+def _is_hung_up(descriptor: int) -> bool:
+    """As `is_closed`, of a pipe in which something may be left to read."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
+def main(module: str, *arguments: str) -> None:
+    """Where the parent has ended before `die_with_parent`, its end of our stdin tells."""
+    die_with_parent()
+    if _is_hung_up(sys.stdin.fileno()):
+        return
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -12,7 +12,9 @@ import sys
 
 OF_AN_ENGINE = ("ess.engine.process.", "ess.prefill.worker")
 
-if any(word.startswith(OF_AN_ENGINE) for word in sys.orig_argv):
+OF_ALL = "ess.engine.process.lifeline"
+
+if any(word.startswith(OF_AN_ENGINE) and word != OF_ALL for word in sys.orig_argv):
     os.environ["ESS_EMULATED"] = os.environ["PRETENDED_DRIVER"]
     from ess.kernels import backend
     from tests.support import (

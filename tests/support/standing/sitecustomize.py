@@ -17,7 +17,10 @@ WITHOUT_TORCH = (
     "ess.server.process.text_child",
 )
 
-if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in (*OF_AN_ENGINE, *WITHOUT_TORCH):
+LIFELINE = "ess.engine.process.lifeline"
+
+words = [word for word in sys.orig_argv[1:] if word != LIFELINE]
+if words[:1] == ["-m"] and words[1] in (*OF_AN_ENGINE, *WITHOUT_TORCH):
     from tests.support import standing_for
 
-    standing_for.stand("engine" if sys.orig_argv[2] in OF_AN_ENGINE else "server")
+    standing_for.stand("engine" if words[1] in OF_AN_ENGINE else "server", words)
