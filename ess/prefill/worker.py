@@ -34,7 +34,7 @@ from ess.engine.process.messages import Launch, Rank
 from ess.engine.process.peers import Peers, layout_digest, open_port
 from ess.engine.process.wire import open_wire
 from ess.engine.process.worker import serve
-from ess.engine.step.runner import made_runner
+from ess.engine.step.runner import made_runner, pack_weights
 from ess.errors import EssError
 from ess.kernels.backend import ops
 from ess.layout import ModelLayout
@@ -101,6 +101,8 @@ def load(launch: Launch, rank: Rank, team: Team, clock: Clock) -> Loaded:
     )
     port = open_port(launch, offload, clock, whole=whole)
     runner = made_runner(model, offload, chosen)
+    if team.size == 1:
+        pack_weights(model, offload.layout, runner.ops, has_endings=False)
     ranks = TeamLead(runner, team, rank.team_kind, clock) if team.size > 1 else None
     stage = Stage(runner, port=port, clock=clock, ranks=ranks)
     build_ahead(model, count_max=chosen.chunk_tokens, clock=clock, tell=console.note)

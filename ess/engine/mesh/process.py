@@ -26,9 +26,11 @@ from ess.engine.process.peers import open_port
 from ess.engine.process.rank import greet
 from ess.engine.process.wire import open_wire
 from ess.engine.process.worker import serve
+from ess.engine.step.runner import pack_weights
 from ess.errors import BadInput
 from ess.flashtrans.lanes import open_lane
 from ess.flashtrans.patient import PatientLane
+from ess.kernels.backend import ops
 from ess.layout import ModelLayout
 from ess.models.load import load_model
 from ess.models.model import Model
@@ -88,6 +90,8 @@ def made_engine(launch: Launch, group: Group) -> tuple[MeshEngine, Port | None]:
     part = whole.part(*rank.layers[rank.rank // rank.team])
     common = CommonHost(group, whole, part, machines=launch.config.nnodes)
     offload = part_offload(launch, part, whole, common)
+    if rank.team == 1:
+        pack_weights(model, part, ops(launch.config.backend))
     greet(group, {"model": fingerprint(launch.model).hex()})
     settings, tokenizer = replace(launch.config, budget_every=0), Tokenizer(launch.model)
     if group.rank:

@@ -56,6 +56,21 @@ class Forward:
     hidden: Tensor
 
 
+@torch.inference_mode()
+def pack_weights(model: Model, layout: ModelLayout, ops: Ops, *, has_endings: bool = True) -> None:
+    """Makes the compiled stages now, each with its copy of the weights: the first step would
+    wait for them, for seconds where memory comes slowly. Prompts alone need no endings."""
+    if not ops.has_stages():
+        return
+    drafts = [model.mtp.layer] if model.mtp is not None and layout.mtp_layer_count else []
+    for layer in (*model.layers, *drafts):
+        if not layer.is_divided:
+            layer.compiled(layout).stages()
+    made = [model.ending] if has_endings and model.is_last else []  # each is made when read
+    if model.mtp is not None and drafts:
+        made += [model.mtp.join_stage, *([model.draft_ending] if has_endings else [])]
+
+
 class Runner:
     def __init__(
         self,
@@ -83,20 +98,6 @@ class Runner:
         self._runs = layer_runs(model.layers, offload.layout)
         self.standby = Standby(model, self._runs, tuning.sbo, tuning.timeline)
         self._course: Course | None = None
-
-    def pack(self) -> None:
-        """Makes the compiled stages now, each with its copy of the weights: the first step would
-        wait for them, for seconds where memory comes slowly."""
-        model, layout = self.model, self.offload.layout
-        if not self.ops.has_stages():
-            return
-        drafts = [model.mtp.layer] if model.mtp is not None and layout.mtp_layer_count else []
-        for layer in (*model.layers, *drafts):
-            if not layer.is_divided:
-                layer.compiled(layout).stages()
-        made = [model.ending] if model.is_last else []  # each is made when it is first read
-        if model.mtp is not None and drafts:
-            made += [model.mtp.join_stage, model.draft_ending]
 
     def course(self, step: Step, counts: tuple[int, ...], vector: Vector | None = None) -> Course:
         """Called once per step. Without a `vector` the policy chooses the modes. A half that only

@@ -24,7 +24,7 @@ from ess.engine.requests.roster import Roster
 from ess.engine.step.decode import Flight, Launcher
 from ess.engine.step.feeding import Future, Outcome
 from ess.engine.step.laps import laps_of
-from ess.engine.step.runner import Runner
+from ess.engine.step.runner import Runner, pack_weights
 from ess.engine.step.underway.audit import check_flights
 from ess.engine.step.underway.device_future import DeviceFuture
 from ess.engine.step.underway.future import FutureMap, depth_reasons
@@ -150,7 +150,7 @@ class Flights:
         by until all ranks have."""
         assert not self._flights, "a step is under way"
         runner, started_s = self._runner, self._clock.now_s()
-        runner.pack()
+        pack_weights(runner.model, runner.offload.layout, runner.ops)
         self._ranks.counts = False
         if self.replays is not None:
             most = counted(max(self.replays.sizes, default=0), "request")
