@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ess.door.memory.pools import Pools
 from ess.door.steps.placement import Placement
 from ess.errors import BadInput, BadState
-from ess.pool.prefix import LatestText
+from ess.pool.prefix import LatestHashes
 
 if TYPE_CHECKING:
     from ess.door.sequences.sequence import Sequence
@@ -33,7 +33,7 @@ class Owner:
     def __init__(self, pools: Pools, placement: Placement) -> None:
         self.pools = pools
         self.placement = placement
-        self.latest_text = LatestText(pools.layout.page_tokens)
+        self.latest_hashes = LatestHashes(pools.layout.page_tokens)
         self.open_step: Step | None = None
         self.sealed: deque[Step] = deque()
         self.is_open = True

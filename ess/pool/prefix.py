@@ -55,7 +55,7 @@ def page_hashes(
     return hashes
 
 
-class LatestText:
+class LatestHashes:
     """Keeps the hashes of the text that was opened or counted last. A refused sequence is opened
     again with the same text, and so is a text whose pages on the disk were counted."""
 
@@ -63,7 +63,7 @@ class LatestText:
         self._page_tokens = page_tokens
         self._salt, self._text, self._hashes = b"", list[int](), list[bytes]()
 
-    def hashes(self, tokens: list[int], count: int, *, salt: bytes) -> list[bytes]:
+    def of(self, tokens: list[int], count: int, *, salt: bytes) -> list[bytes]:
         """Hashes of the full pages of the first `count` tokens; the caller must not change the
         list."""
         text = tokens[:count]

@@ -39,7 +39,7 @@ def open_sequence(owner: Owner, tokens: list[int], how: Opening) -> Sequence:
     known_count = len(tokens) - 1
     if how.reuse_max is not None:
         known_count = min(known_count, how.reuse_max)
-    hashes = owner.latest_text.hashes(tokens, known_count, salt=how.salt)
+    hashes = owner.latest_hashes.of(tokens, known_count, salt=how.salt)
     prefix, claim = (
         _cached_prefix(owner.pools, hashes, from_disk=how.from_disk, needs_state=how.on_device)
         if how.load_max is None
@@ -132,7 +132,7 @@ def count_on_disk(owner: Owner, tokens: list[int], *, salt: bytes) -> int:
     pools = owner.pools
     if pools.shelf is None:
         return 0
-    hashes = owner.latest_text.hashes(tokens, len(tokens) - 1, salt=salt)
+    hashes = owner.latest_hashes.of(tokens, len(tokens) - 1, salt=salt)
     behind = hashes[len(_host_prefix(pools, hashes)) :]
     return _usable(pools.shelf.leading_count(behind), pools.layout)
 

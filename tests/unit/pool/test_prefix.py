@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ess.pool.prefix import LatestText, PrefixIndex, page_hash, page_hashes, root_hash
+from ess.pool.prefix import LatestHashes, PrefixIndex, page_hash, page_hashes, root_hash
 
 
 def test_only_full_pages_have_a_hash():
@@ -121,10 +121,10 @@ def test_no_salt_stands_for_a_page_of_another_prompt():
 
 
 def test_hashes_of_the_latest_text_are_those_of_every_text_and_salt():
-    latest, tokens = LatestText(64), list(range(200))
+    latest, tokens = LatestHashes(64), list(range(200))
     asked = [(200, b""), (200, b""), (128, b""), (128, b"a"), (200, b"a"), (0, b"a"), (200, b"")]
     for count, salt in asked:
-        assert latest.hashes(tokens, count, salt=salt) == page_hashes(tokens[:count], salt=salt)
-    assert latest.hashes(tokens, 200, salt=b"") is latest.hashes([*tokens], 200, salt=b"")
+        assert latest.of(tokens, count, salt=salt) == page_hashes(tokens[:count], salt=salt)
+    assert latest.of(tokens, 200, salt=b"") is latest.of([*tokens], 200, salt=b"")
     tokens[3] = 7
-    assert latest.hashes(tokens, 200, salt=b"") == page_hashes(tokens)
+    assert latest.of(tokens, 200, salt=b"") == page_hashes(tokens)

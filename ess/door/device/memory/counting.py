@@ -33,7 +33,7 @@ FAULTS: Final[tuple[tuple[str, tuple[Kind, ...], str], ...]] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Claims:
+class QueuedClaims:
     """The most that work queued before a sending may claim in each group. Where all rows of these
     sequences are in slots, their step claims slots only for its new rows."""
 
@@ -44,14 +44,14 @@ class Claims:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class HeardCounts:
     """What one copy has brought, and the work whose claims are not in it. Numbers are compared only
     with others of the same copy: between two copies rows may have given way."""
 
     totals: Counts
     looks: Counts
     landed_count: int
-    unheard: tuple[Claims, ...]
+    unheard: tuple[QueuedClaims, ...]
 
     def look(self, line: int, sending: int) -> tuple[int, int] | None:
         """Absent rows and rows that had given way, once that sending has landed."""
@@ -83,7 +83,7 @@ class Counting:
         self.totals = totals.view(len(KINDS), group_count, WIDTH)
         self.looks = looks.view(line_count, 2)
         self._behind = LatestCopy(lane.device, self._numbers)
-        self._since: list[Claims] = []
+        self._since: list[QueuedClaims] = []
         self._sending = 0
 
     # ---- on the device
@@ -119,15 +119,15 @@ class Counting:
         self, at_most: Counts, sequences: Many[int] = (), *, new_rows: int | None = None
     ) -> None:
         """How many slots of each group the queued work may claim at most."""
-        self._since.append(Claims(self.next_sending, at_most, frozenset(sequences), new_rows))
+        self._since.append(QueuedClaims(self.next_sending, at_most, frozenset(sequences), new_rows))
 
-    def heard(self) -> Heard:
+    def heard(self) -> HeardCounts:
         """As of the latest step whose counts have landed. The driver is asked once."""
         newest, landed = self._behind.newest(), self._behind.landed_count
         totals, looks = np.split(newest, [self.totals.numel()])
         self._since = [claims for claims in self._since if claims.sending > landed]
         shape = tuple(self.totals.shape)
-        return Heard(totals.reshape(shape), looks.reshape(-1, 2), landed, tuple(self._since))
+        return HeardCounts(totals.reshape(shape), looks.reshape(-1, 2), landed, tuple(self._since))
 
     def require_sound(self) -> None:
         """BadState where kernels have met arguments that a pool on the host would refuse."""

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from ess.array_types import Counts
-from ess.door.device.memory.counting import Heard
+from ess.door.device.memory.counting import HeardCounts
 from ess.door.device.memory.device_pools import DevicePools
 from ess.door.device.residency.landings import Landings
 from ess.door.residency.resident import PATIENCE, SCARCE
@@ -68,7 +68,7 @@ class Knowledge:
         self._ask([s for s in sequences if s.number not in known and s.state == "active"], heard)
         return len(known) == len(sequences)
 
-    def _resident(self, sequences: Many[Sequence], heard: Heard) -> frozenset[int]:
+    def _resident(self, sequences: Many[Sequence], heard: HeardCounts) -> frozenset[int]:
         """The numbers of those of these sequences that are known to be resident."""
         layout = self._pools.layout
         wanted = (0, int(heard.counts("evicted").sum()))
@@ -81,7 +81,7 @@ class Knowledge:
             free = free - at_most
         return known if (free >= 0).all() else frozenset()
 
-    def _free(self, heard: Heard) -> Counts:
+    def _free(self, heard: HeardCounts) -> Counts:
         """Free slots by group, by the host's last counts."""
         sparse, layout = self._pools.sparse, self._pools.layout
         counts = [sparse.slot_count(group) for group in range(layout.group_count)]
@@ -109,14 +109,14 @@ class Knowledge:
         same = (look.arrival_count, look.left_count) == (sequence.arrival_count, left_count)
         return look if same else None
 
-    def _answer(self, sequence: Sequence, heard: Heard) -> tuple[int, int] | None:
+    def _answer(self, sequence: Sequence, heard: HeardCounts) -> tuple[int, int] | None:
         """Absent rows, and rows that had given way by then; None while it is not known."""
         look = self._valid(sequence)
         if look is None:
             return None
         return heard.look(sequence.line, look.sending)
 
-    def _ask(self, sequences: Many[Sequence], heard: Heard) -> None:
+    def _ask(self, sequences: Many[Sequence], heard: HeardCounts) -> None:
         """Looks at sequences of which nothing is known; those come first that were never looked at,
         then those whose answer is oldest."""
         room, step, unknown = LOOKS_MAX, self._pools.sparse.step, list[tuple[int, Sequence]]()
