@@ -45,11 +45,11 @@ class Refill:
         if not active or not (spare > 0).any():
             return []
         lacking = self.resident.lacking(active)
-        sequence, walk = self._walks.next(lacking, self.pools.sparse.departed_count)
-        if sequence is None or walk is None:
+        going = self._walks.next(lacking, self.pools.sparse.departed_count)
+        if going is None:
             return []
         rooms = {group: room for group, room in enumerate(spare.tolist()) if room > 0}
-        return self._walk_on(sequence, walk, rooms)
+        return self._walk_on(*going, rooms)
 
     def _walk_on(self, sequence: Sequence, walk: Walk, rooms: Mapping[int, int]) -> list[FetchPlan]:
         """Looks once; the next look is further on, unless more rows were absent than may start at

@@ -34,9 +34,7 @@ class Walks:
         self._look_pages = look_pages
         self._walks: dict[int, Walk] = {}
 
-    def next(
-        self, lacking: Many[Sequence], departed_count: int
-    ) -> tuple[Sequence, Walk] | tuple[None, None]:
+    def next(self, lacking: Many[Sequence], departed_count: int) -> tuple[Sequence, Walk] | None:
         """The first of these sequences whose walk does not rest, and that walk. Walks through other
         sequences are forgotten."""
         self._walks = {each.number: self._walk(each) for each in lacking}
@@ -46,7 +44,7 @@ class Walks:
                 if walk.page == walk.group == 0:
                     walk.began_at = departed_count
                 return sequence, walk
-        return None, None
+        return None
 
     def _walk(self, sequence: Sequence) -> Walk:
         walk = self._walks.get(sequence.number)

@@ -176,4 +176,4 @@ def test_a_walk_rests_until_a_row_departs_that_it_may_have_passed():
     assert came_around
     assert walks.next([sequence], 6) == (sequence, walk)
     assert [walks.turn(sequence, walk, 0) for _ in range(3)] == [False, False, True]
-    assert walks.next([sequence], 6) == (None, None)
+    assert walks.next([sequence], 6) is None

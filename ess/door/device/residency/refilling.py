@@ -39,10 +39,8 @@ class DeviceRefill:
         if self._landings.is_busy:
             return 0
         lacking = self._knowledge.lacking(sequences)
-        sequence, walk = self._walks.next(lacking, self._evicted_count())
-        if sequence is None or walk is None:
-            return 0
-        return self._walk_on(sequence, walk)
+        going = self._walks.next(lacking, self._evicted_count())
+        return 0 if going is None else self._walk_on(*going)
 
     def _evicted_count(self) -> int:
         return int(self._pools.counting.heard().counts("evicted").sum())
