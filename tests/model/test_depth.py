@@ -263,9 +263,9 @@ def test_an_outcome_counts_drafts_and_not_the_newest_token():
 
 def test_the_map_gives_each_thing_once_and_in_order():
     future = FutureMap(line_max=2, token_max=3)
-    assert future.is_empty
+    assert (future.lines(), future.step_numbers()) == (set(), [])
     future.stash(1, [5, 6])
-    assert not future.is_empty
+    assert (future.lines(), future.step_numbers()) == ({1}, [])
     with pytest.raises(AssertionError, match="stashed twice"):
         future.stash(1, [5])
     with pytest.raises(AssertionError, match="not produced"):
@@ -279,9 +279,9 @@ def test_the_map_gives_each_thing_once_and_in_order():
     outcome = Outcome(
         Feed(Request(number=0, prompt=[1], sampling=Sampling()), (1,), 0), Choice((2,)), ()
     )
-    assert future.is_empty
+    assert (future.lines(), future.step_numbers()) == (set(), [])
     future.tell(7, [outcome])
-    assert not future.is_empty
+    assert (future.lines(), future.step_numbers()) == (set(), [7])
     with pytest.raises(AssertionError, match="in order"):
         future.tell(7, [])
     with pytest.raises(AssertionError, match="step 7 comes before step 8"):
@@ -290,4 +290,4 @@ def test_the_map_gives_each_thing_once_and_in_order():
     assert future.learn(9) == ()
     with pytest.raises(AssertionError, match="is learned"):
         future.learn(9)
-    assert future.is_empty
+    assert (future.lines(), future.step_numbers()) == (set(), [])

@@ -121,10 +121,6 @@ class FutureMap:
             assert min(tokens, default=0) >= 0, f"line {line}: a token below zero"
             assert len(tokens) <= self._token_max, f"line {line}: {len(tokens)} tokens"
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._outcomes and not any(self._tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class HostInput:
