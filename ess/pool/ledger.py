@@ -45,9 +45,10 @@ class Ledger:
         self._accounts = {account.name: account for account in accounts}
         assert len(self._accounts) == len(accounts), "two accounts share a name"
         self._open: list[Reservation] = []
+        self._promised = dict.fromkeys(self._accounts, 0)
 
     def promised(self, name: str) -> int:
-        return sum(reservation.promised[name] for reservation in self._open)
+        return self._promised[name]
 
     def free(self, name: str) -> int:
         account = self._accounts[name]
@@ -69,6 +70,7 @@ class Ledger:
         self._refuse_if_short(needs)
         reservation = Reservation({name: needs.get(name, 0) for name in self._accounts})
         self._open.append(reservation)
+        self._add(reservation.promised)
         return reservation
 
     def require(self, needs: Mapping[str, int]) -> None:
@@ -82,17 +84,25 @@ class Ledger:
         self._refuse_if_short(needs)
         for name, count in needs.items():
             reservation.promised[name] += count
+        self._add(needs)
 
     def draw(self, reservation: Reservation, name: str, count: int) -> None:
         """The pool has handed out `count` units: they are a promise no longer."""
         assert reservation.is_open, "a released reservation was drawn on"
         assert 0 <= count <= reservation.promised[name], (name, count, reservation.promised[name])
         reservation.promised[name] -= count
+        self._promised[name] -= count
 
     def release(self, reservation: Reservation) -> None:
         assert reservation.is_open, "a reservation is released once"
         reservation.is_open = False
         self._open = [other for other in self._open if other is not reservation]
+        self._add({name: -count for name, count in reservation.promised.items()})
+
+    def _add(self, counts: Mapping[str, int]) -> None:
+        """Adds to the sums of all promises, which each new page of a sequence asks for."""
+        for name, count in counts.items():
+            self._promised[name] += count
 
     def _refuse_if_short(self, needs: Mapping[str, int]) -> None:
         assert all(count >= 0 for count in needs.values()), needs
@@ -125,7 +135,8 @@ class Ledger:
 
     def check(self) -> None:
         for name in self._accounts:
-            assert self.promised(name) >= 0, f"{name}: negative promises"
+            listed = sum(reservation.promised[name] for reservation in self._open)
+            assert self.promised(name) == listed >= 0, f"{name}: {listed} promises are listed"
             assert self.free(name) >= 0, f"{name}: over-committed by {-self.free(name)}"
         assert all(reservation.is_open for reservation in self._open), (
             "a closed reservation is listed"

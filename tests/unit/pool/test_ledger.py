@@ -79,6 +79,14 @@ def test_drawn_promises_count_where_the_pool_counts_them():
     books.check()
 
 
+def test_a_sequence_grows_without_a_look_at_the_promises_of_others():
+    """Where 160 grow by a page in one step, that would be 160 looks for each."""
+    books = ledger()
+    books.reserve({"pages": 3}).promised = {}
+    books.extend(books.reserve({}), {"pages": 2})
+    assert books.free("pages") == 5
+
+
 def test_extending_is_refused_like_reserving():
     books = ledger(pages=5)
     reservation = books.reserve({"pages": 3})
