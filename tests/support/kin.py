@@ -7,6 +7,8 @@ import os
 import select
 from pathlib import Path
 
+LIFELINE = "ess.engine.process.lifeline"
+
 GONE = (FileNotFoundError, ProcessLookupError)
 """The second: it has ended since its file was opened."""
 
@@ -33,9 +35,9 @@ def kin(process: int) -> list[int]:
 
 
 def commands(process: int) -> dict[int, str]:
-    """Its children and their command lines."""
-    words = {child: told(child, "cmdline").replace("\0", " ") for child in children(process)}
-    return {child: line for child, line in words.items() if line}
+    """Its children and their command lines, without the lifeline that all of them begin with."""
+    lines = {child: told(child, "cmdline").replace("\0", " ") for child in children(process)}
+    return {child: line.replace(f"{LIFELINE} ", "") for child, line in lines.items() if line}
 
 
 def fields(process: int) -> list[str]:
