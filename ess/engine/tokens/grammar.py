@@ -19,6 +19,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import math
 import signal
 import time
 import weakref
@@ -46,6 +47,8 @@ COMPILING_MAX: Final = 2
 COMPILING_S: Final = 120.0
 """No request is held up meanwhile. Far more than the processor time that ends a compiler: a busy
 machine may give it a fiftieth of a core."""
+RENEWAL_S: Final = 20.0
+"""All other requests wait meanwhile: it happens within a step."""
 REFUSED_MAX: Final = 256
 LOST_MAX: Final = 1
 WAIT_S: Final = 0.25
@@ -110,6 +113,7 @@ class Grammars:
         self._rooms: OrderedDict[Grammar, Room] = OrderedDict()
         self._refused: OrderedDict[Grammar, str] = OrderedDict()
         self._lost: dict[Grammar, int] = {}
+        self._renew_by_s = math.inf
         self._numbers = itertools.count()
         self.close = weakref.finalize(self, _close, self._sandbox, self._rooms)
 
@@ -143,11 +147,21 @@ class Grammars:
         return next(self._numbers)
 
     def renewed(self, room: Room) -> Room:
-        """Another room for its grammar, whose process was lost; the error that matcher() raises."""
+        """Another room for its grammar, whose process was lost; the error that matcher() raises,
+        or Unavailable after `RENEWAL_S` without any room. Where many were lost, that holds for all
+        of them together."""
         if self._rooms.get(room.grammar) is room:
             self._blame(room, f"takes more than {grammar_child.STEP_CPU_S:g} s for one token")
         self.want(room.grammar)
+        self._wanted.move_to_end(room.grammar, last=False)
+        self._renew_by_s = min(self._renew_by_s, time.monotonic() + RENEWAL_S)
         while (fresh := self._settled(room.grammar)) is None:
+            if time.monotonic() > self._renew_by_s:
+                self.leave(room.grammar)
+                raise Unavailable(
+                    "the process that follows the grammar was lost, "
+                    f"and had no successor within {RENEWAL_S:g} s"
+                )
             self.wait()
         return fresh
 
@@ -229,6 +243,7 @@ class Grammars:
             self._refuse(room.grammar, answer[0]["error"])
         elif answer is not None:
             room.is_compiled = True
+            self._renew_by_s = math.inf
 
     def _blame(self, room: Room, too_slow: str) -> None:
         """Its process is lost, by the grammar's fault or by a cause outside."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import itertools
 import json
 import os
 import resource
@@ -354,6 +355,28 @@ def test_a_compiler_that_never_answers_is_lost(fresh, monkeypatch):
     with pytest.raises(Unavailable, match="lost twice"):
         matcher("json_schema", ENDLESS, by=fresh)
     assert processes(fresh) == []
+
+
+def test_lost_processes_without_successors_hold_up_a_step_once(fresh, monkeypatch):
+    """Of two grammars, three requests; the processes that wait for a grammar do not answer."""
+    followers = [matcher("regex", text, by=fresh) for text in ("ab", "ab", "(ab)*c")]
+    while len(fresh._sandbox._spares) < sandbox.SPARE_COUNT:
+        fresh.wait()
+    for _, process in fresh._sandbox._spares:
+        os.kill(process, signal.SIGSTOP)
+    for process in processes(fresh):
+        os.kill(process, signal.SIGKILL)
+        wait_for_end(process)
+    moments = itertools.count()
+    monkeypatch.setattr(grammar_module, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    monkeypatch.setattr(grammar_module, "WAIT_S", 0.0)
+    for follower in followers:
+        assert texts(follower.allowed([], [])[0]) == {"<|end|>"}
+        assert "had no successor within 20 s" in follower.failure
+    assert next(moments) < 2 * grammar_module.RENEWAL_S
+    assert not fresh._wanted
+    monkeypatch.undo()
+    assert texts(matcher("regex", "ab", by=fresh).allowed([], [])[0]) == {"ab"}
 
 
 def test_what_cannot_be_started_is_our_fault(fresh, monkeypatch, tmp_path):
