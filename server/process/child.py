@@ -16,14 +16,18 @@ from ess.engine.process.lifeline import words_of
 
 LINE_BYTES_MAX: Final = 64 << 10
 """A record of a log, such as a traceback, must come whole."""
+ASKING: Final = (signal.SIGTERM, signal.SIGINT)
+QUIET_CODES: Final = frozenset({0, *(-number for number in ASKING), *(128 + n for n in ASKING)})
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a process has ended; `is_by_code` unless a signal ended it."""
+    """How a process has ended; `is_by_code` unless a signal ended it. `is_quiet` as an end is that
+    was asked for."""
 
     how: str
     is_by_code: bool
+    is_quiet: bool = False
 
 
 class Child:
@@ -87,9 +91,11 @@ class Child:
     async def ended(self) -> End:
         """Waits until the process has ended."""
         code = await self._process.wait()
+        is_quiet = code in QUIET_CODES
         if code < 0:
-            return End(f"its process was ended by {signal.Signals(-code).name}", is_by_code=False)
-        return End(f"its process ended with code {code}", is_by_code=True)
+            how = f"its process was ended by {signal.Signals(-code).name}"
+            return End(how, is_by_code=False, is_quiet=is_quiet)
+        return End(f"its process ended with code {code}", is_by_code=True, is_quiet=is_quiet)
 
     async def stop(self, *, within_s: float) -> None:
         """Waits for the end that it has been told to come to; kills it after `within_s`."""

@@ -283,10 +283,23 @@ def test_what_ends_once_all_were_told_to_end_does_not_start_again(
 
     run(work)
     assert killed == ["router"]
-    assert "starts again" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "starts again" not in said
+    assert "ess: router is gone: its process was ended by SIGKILL\n    it has begun\n" in said
 
 
-def test_who_does_not_end_is_killed():
+def test_what_ends_as_asked_is_not_told(capsys: pytest.CaptureFixture[str]):
+    async def work() -> None:
+        kept = made("listens")
+        kept.start()
+        await kept.ready.wait()
+        await kept.end(within_s=30)
+
+    run(work)
+    assert "is gone" not in capsys.readouterr().err
+
+
+def test_who_does_not_end_is_killed(capsys: pytest.CaptureFixture[str]):
     async def work() -> None:
         kept = made("is_deaf")
         kept.start()
@@ -295,6 +308,9 @@ def test_who_does_not_end_is_killed():
         assert not is_running(kept.pid)
 
     run(work)
+    said = capsys.readouterr().err
+    assert "ess: worker-1 has not ended within 0.2 s and is killed\n" in said
+    assert "is gone" not in said
 
 
 def test_an_end_in_a_pause_needs_no_wait():

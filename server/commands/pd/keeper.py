@@ -21,7 +21,7 @@ from ess import console
 from ess.clock import Clock
 from ess.server.commands.pd.leashed import Program
 from ess.server.commands.pd.orphans import Orphans
-from ess.server.process.child import Child
+from ess.server.process.child import Child, End
 from ess.server.process.fronts import AGAIN_MAX_S, AGAIN_S, CALM_S
 
 LEASHED: Final = "ess.server.commands.pd.leashed"
@@ -67,6 +67,7 @@ class Keeper:
         self._orphans = orphans
         self._child: Child | None = None
         self._ending = asyncio.Event()
+        self._is_killed = False
         self._last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self._keeping: asyncio.Task[None] | None = None
 
@@ -84,7 +85,8 @@ class Keeper:
             self._child.ask_to_end(by)
             await asyncio.wait([self._keeping], timeout=within_s)
         if self._child is not None:
-            self._child.kill()
+            console.note(f"ess: {self.name} has not ended within {within_s:g} s and is killed")
+            self.kill()
             await asyncio.wait([self._keeping], timeout=within_s)
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
@@ -106,6 +108,7 @@ class Keeper:
 
     def kill(self) -> None:
         self._ending.set()
+        self._is_killed = True
         if self._child is not None:
             self._child.kill()
 
@@ -113,12 +116,14 @@ class Keeper:
         failed_count, wait_s = STARTS_MAX - 1, AGAIN_S
         while not self._ending.is_set():
             began_s = self._clock.now_s()
-            how = await self._run_program()
+            end = await self._run_program()
+            sentence = f"{self.name} is gone: {end.how}{self._last_words()}"
             if self._ending.is_set():
+                if not (end.is_quiet or self._is_killed):
+                    console.note(f"ess: {sentence}")
                 return
             failed_count = 0 if self.ready.is_set() else failed_count + 1
             self.ready.clear()
-            sentence = f"{self.name} is gone: {how}{self._last_words()}"
             if failed_count == STARTS_MAX:
                 self.why_lost = sentence
                 return
@@ -128,7 +133,7 @@ class Keeper:
             await self._orphans.gone(self.name)
             wait_s = min(2 * wait_s, AGAIN_MAX_S)
 
-    async def _run_program(self) -> str:
+    async def _run_program(self) -> End:
         """Runs the program from start to end, and says how it ended."""
         self._last_lines.clear()
         self.listens.clear()
@@ -138,7 +143,7 @@ class Keeper:
                 Child.start(LEASHED, program, environment=self._environment, is_heard=True)
             )
         except OSError as error:
-            return f"it cannot be started: {error.strerror or error}"
+            return End(f"it cannot be started: {error.strerror or error}", is_by_code=False)
         self.pid = child.pid
         hearing = [
             asyncio.ensure_future(heard)
@@ -146,9 +151,9 @@ class Keeper:
         ]
         watching = asyncio.ensure_future(self._watch())
         try:
-            how = (await child.ended()).how
+            end = await child.ended()
             await asyncio.wait(hearing, timeout=LAST_S)
-            return how
+            return end
         finally:
             self._child = None
             self._orphans.forget(child)

@@ -299,7 +299,7 @@ def noting_disk(resolved: Resolved) -> Resolved:
         return resolved
     note = (
         f"prefix_cache_dir {folder} has room for {format_bytes(room)}, less than prefix_cache_disk,"
-        f" {format_bytes(wanted)}: when its disk is full, no more pages are stored until a restart"
+        f" {format_bytes(wanted)}: when its disk is full, no pages are stored until it has room"
     )
     return replace(resolved, notes=(*resolved.notes, note))
 
