@@ -368,8 +368,10 @@ class Engine:
     # ---- what the host learns, and what follows from it
 
     def _learn(self, flight_max: int) -> None:
-        """Learns the oldest steps until at most `flight_max` are under way."""
+        """Learns the oldest steps until at most `flight_max` are under way. Rows of handoffs move
+        while the host waits for a device."""
         while len(self._flights) > flight_max:
+            self._handoffs.move_until(self._flights.have_landed)
             for outcome in self._flights.learn():
                 self._take(outcome)
 

@@ -4,13 +4,14 @@
            the port when the prompt is there: rows that were not fetched by then wait there
     take   expected when the request is admitted; then the port says once that it landed or missed
 
-The port moves the bytes, inside `pump` alone: between steps and between the layers of a step. The
-engine says what becomes of a request.
+The port moves the bytes, inside `pump` alone: between steps, between the layers of a step, and
+while the host waits for a device. The engine says what becomes of a request.
 """
 
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +33,8 @@ from ess.transfer.messages import UID_MAX
 Ended = Landed | Missed | Sent | Lapsed
 ENDED_MAX: Final = 32
 SALT_BYTES: Final = 16
+PAUSE_S: Final = 2e-4
+"""Between two pumps of a host that waits for a device: few megabytes come in that time."""
 
 
 class Arrivals(Protocol):
@@ -199,6 +202,13 @@ class Handoffs:
             request, fault = self._told.popleft()
             has_all = request.is_prefilled and not self._runner.offload.layout.has_states
             yield request, "" if has_all else fault
+
+    def move_until(self, is_over: Callable[[], bool]) -> None:
+        """Moves rows while the host has to wait for something else, which it then learns late by
+        one pump and one pause at most."""
+        while self._port is not None and self._port.is_busy and not is_over():
+            self._port.pump()
+            time.sleep(PAUSE_S)
 
     def _hear(self, outcome: Landed | Missed) -> None:
         request = self._coming.pop(outcome.uid, None)

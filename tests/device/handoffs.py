@@ -4,6 +4,7 @@ tokens as from an engine of the host alone. Run by `test_forward_steps`."""
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from typing import Final
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from ess.clock import RealClock
+from ess.door.device.memory.uploads import Download
 from ess.door.handoff.port import Port
 from ess.engine.engine import Engine
 from ess.engine.prompt.plain_rows import PlainRows
@@ -19,6 +21,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Seal
 from ess.transfer.transport import Transport
+from ess.transfer.transports import channel
 from ess.transfer.transports.inprocess import Exchange, InProcessTransport
 from ess.transfer.transports.kinds import open_transport
 from tests.device import engines
@@ -170,6 +173,43 @@ def test_what_is_cancelled_midway_harms_no_other(ends):
     assert [stays[1].output, again[1].output] == [wanted[2], wanted[0]]
     assert takes.output == (wanted[0] if ends == "giver" else [])
     assert (gives.reason, takes.reason) in (("cancelled", "length"), ("sent", "cancelled"))
+    pair.close()
+
+
+def test_rows_come_while_the_host_waits_for_a_device(monkeypatch):
+    """Beside a quick step as many as its own pumps read; beside a slow one, all that are left."""
+    pair = Pair("cpu-cuda", over="tcp", graphs="many")
+    monkeypatch.setattr(channel, "READ_BYTES", 1 << 12)
+    monkeypatch.setattr(channel, "VECTORS", 1)
+    beside = pair.taker.add(TEXT[:66], Sampling(tokens_max=40, ignore_eos=True))
+    pair.until(lambda: beside.output)
+    gives, takes = pair.add(*WISHES[0])
+    receiver, is_slow, looks = pair.ports[1].receiver, False, itertools.count()
+
+    def done(_download):
+        pair.ports[0].pump()
+        return not is_slow or receiver.landed_count or next(looks) > 10_000
+
+    def came() -> int:
+        before = read()
+        pair.ports[0].pump()
+        pair.taker.step()
+        return read() - before
+
+    def read() -> int:
+        return sum(link.channel.read_bytes for link in pair.ports[1]._transport._links)
+
+    monkeypatch.setattr(Download, "done", done)
+    while not gives.is_prefilled:
+        pair.giver.step()
+    assert any(came() > 1 << 12 for _step in range(9)), "no row comes"
+    quick = max(came() for _step in range(3))
+    assert not receiver.landed_count
+    is_slow = True
+    assert came() > 2 * quick
+    assert receiver.landed_count
+    pair.run()
+    assert takes.output == expected("v32")[0]
     pair.close()
 
 

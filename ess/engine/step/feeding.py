@@ -78,6 +78,9 @@ class Future(Protocol):
     def feed(self, step: Step, turns: Sequence[Turn], counts: Sequence[int]) -> StepInput:
         """`counts` are the queries of each sequence, pads among them."""
 
+    def has_landed(self) -> bool:
+        """Whether `learn` need not wait for the results of the oldest step."""
+
     def learn(self, step_number: int) -> tuple[Outcome, ...]: ...
     def step_numbers(self) -> list[int]: ...
     def held(self, line: int) -> list[int]: ...

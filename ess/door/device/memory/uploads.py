@@ -102,6 +102,10 @@ class Download:
     def shape(self) -> torch.Size:
         return self._staged.shape
 
+    def done(self) -> bool:
+        done: bool = self._landed.query()
+        return done
+
     def read(self) -> Tensor:
         """Waits, if it must."""
         self._landed.synchronize()

@@ -129,6 +129,9 @@ class DeviceFuture:
     def tell(self, told: _StepRecord) -> None:
         self._told.append(told)
 
+    def has_landed(self) -> bool:
+        return not self._told or self._told[0].block.done()
+
     def learn(self, step_number: int) -> tuple[Outcome, ...]:
         assert self._told, f"step {step_number} was not launched, or is learned"
         launched = self._told.popleft()

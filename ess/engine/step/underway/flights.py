@@ -129,6 +129,10 @@ class Flights:
             turn.request.ahead_count += turn.query_count
             turn.request.draft_count = flight.draft_count
 
+    def have_landed(self) -> bool:
+        """Whether the results of the oldest step are on the host."""
+        return self._future.has_landed()
+
     def learn(self) -> tuple[Outcome, ...]:
         """Takes the results of the oldest step; its time goes into the pace."""
         flight = self._flights.popleft()

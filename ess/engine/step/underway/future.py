@@ -95,6 +95,9 @@ class FutureMap:
         assert all(number < step_number for number, _ in self._outcomes), "steps end in order"
         self._outcomes.append((step_number, tuple(outcomes)))
 
+    def has_landed(self) -> bool:
+        return True
+
     def learn(self, step_number: int) -> tuple[Outcome, ...]:
         """The outcomes of a step, which can be taken once, and in the order of steps."""
         assert self._outcomes, f"step {step_number} was not launched, or is learned"
