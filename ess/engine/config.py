@@ -9,7 +9,7 @@ from typing import Final, Literal
 from ess import config
 from ess.config import setting
 from ess.engine.devices import check_device, check_stage_devices
-from ess.engine.graphs.buckets import parse_sizes
+from ess.engine.graphs.buckets import GraphCount, parse_sizes
 from ess.engine.tokens.determinism import check_deterministic
 from ess.errors import BadInput
 from ess.kernels.served import BackendName
@@ -77,10 +77,10 @@ class EngineConfig:
     verify_every: int = setting(
         0, "engine", "Check one layer of every n-th step against the host; 0: never.", (0, 1 << 20)
     )
-    graphs: int = setting(
-        64,
+    graphs: GraphCount = setting(
+        "auto",
         "engine",
-        "Kinds of steps a device replays as graphs; 0: none, all run eagerly.",
+        "Kinds of steps a device replays as graphs; 0: none; auto: all usual kinds.",
         (0, 4096),
     )
     graph_sizes: str = setting(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ess.engine.graphs import buckets
 from ess.engine.prompt import plain_rows
 from ess.engine.ranks.agreement import StepNeeds, agreed
 from ess.engine.step_bytes import graph_bytes
@@ -97,14 +98,16 @@ def test_what_stands_by_beside_a_step_without_a_bucket_is_not_captured():
     eng.offload.close()
 
 
-def test_the_steps_of_the_first_requests_are_replays():
-    """They draw, and one is greedy; one joins while the other has drafts."""
-    eng = engines.engine("cuda", mode="layerwise", mtp="2", graphs="many", graph_sizes="2")
+def test_the_steps_of_the_first_requests_are_replays(monkeypatch):
+    """They draw, and one is greedy; one joins while the other has drafts. All usual kinds have
+    places, and one place is left for steps of others."""
+    monkeypatch.setattr(buckets, "GRAPHS_MIN", 1)
+    eng = engines.engine("cuda", mode="layerwise", mtp="2", graphs="usual", graph_sizes="2")
     told = []
     eng.rehearse(told.append)
     before = eng.graph_line()
-    assert before.captured == before.held == 16
-    assert told[-1].startswith("graphs of steps: 16 captured")
+    assert (before.captured, before.held, before.most) == (12, 12, 13)
+    assert told[-1].startswith("graphs of steps: 12 captured")
     assert not eng.tuning.mode_counts.any()
     requests = []
     for count, given in ((20, {"temperature": 1.0}), (3, {})):

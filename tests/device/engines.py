@@ -32,7 +32,7 @@ FACTORS: Final[Mapping[str, tuple[str, ...]]] = {
     "depth": ("0", "1"),
     "arena": ("ample", "tight", "smallest"),
 }
-GRAPHS: Final = {"off": 0, "few": 2, "many": 64}
+GRAPHS: Final = {"off": 0, "few": 2, "many": 64, "usual": "auto"}
 CHUNKS: Final = {"ample": 24, "tight": 3, "smallest": 1}
 
 

@@ -364,6 +364,9 @@ def test_graphs_have_what_they_are_estimated_to_take():
     config = read_checkpoint("").config
     sizes = {"layout": config.layout(), "length_max": 8192}
     assert of_graphs() == graph_bytes(config, query_max=16, graph_count=64, **sizes)
+    assert of_graphs(max_running=32, mtp=2) == graph_bytes(
+        config, query_max=64, graph_count=91, **sizes
+    )
     assert of_graphs(graph_sizes="1,3", mtp=2, graphs=5) == graph_bytes(
         config, query_max=6, graph_count=5, **sizes
     )
@@ -401,8 +404,8 @@ H200 = msgspec.structs.replace(
     [
         ({}, 16, 16),
         ({"max_running": 64, "chunk_tokens": 8192}, 36, 8),
-        ({"max_running": 128, "chunk_tokens": 8192, "mtp": 4}, 26, 5),
-        ({"max_running": 128}, 42, 9),
+        ({"max_running": 128, "chunk_tokens": 8192, "mtp": 4}, 24, 5),
+        ({"max_running": 128}, 41, 9),
         ({"slot_bytes": "2GiB"}, 8, 8),
         ({"index_bytes": "4GiB", "max_running": 64}, 62, 3),
     ],

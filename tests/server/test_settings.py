@@ -125,7 +125,7 @@ def other_than_default(known: Setting) -> tuple[list[str], object]:
     """The words of a flag, and what they set."""
     if known.type is bool:
         return [f"--no-{known.flag[2:]}" if known.default else known.flag], not known.default
-    if known.choices:
+    if known.choices and known.choices != (known.default,):
         value = next(choice for choice in known.choices if choice != known.default)
         return [known.flag, value], value
     value = "a file" if known.type is str else known.default + 1

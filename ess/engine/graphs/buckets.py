@@ -7,12 +7,16 @@ smallest one that holds it; its pads bring no rows, select none and are accepted
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, Literal
 
 from ess.errors import BadInput
 
 SMALL: Final = (1, 2, 4)
 STRIDE: Final = 8
+GraphCount = Literal["auto"] | int
+GRAPHS_MIN: Final = 64
+KINDS: Final = 4
+"""Of one bucket with all drafts, or with none: drawn or greedy, all rows in slots or not."""
 
 
 def default_sizes(largest: int) -> tuple[int, ...]:
@@ -50,6 +54,20 @@ def bucket_sizes(given: str, *, largest: int, splits: bool) -> tuple[int, ...]:
         return parse_sizes(given, largest)
     sizes = default_sizes(largest)
     return doubled(sizes, largest) if splits else sizes
+
+
+def graph_count(given: GraphCount, sizes: Sequence[int], *, verified_max: int) -> int:
+    """`given`, or as many as there are usual kinds of steps: of each bucket those with all drafts,
+    the same as timed steps, those without drafts, and the steps in which this rank stands by.
+
+    >>> graph_count(5, (1, 2), verified_max=2), graph_count("auto", (1, 2), verified_max=2)
+    (5, 64)
+    >>> graph_count("auto", default_sizes(128), verified_max=2)
+    247
+    """
+    if given != "auto":
+        return given
+    return max(GRAPHS_MIN, len(sizes) * (KINDS * (2 + (verified_max > 1)) + 1))
 
 
 def _upto(sizes: Iterable[int], largest: int) -> list[int]:

@@ -6,8 +6,8 @@ rehearsed step has one request; the rest of its bucket is pads.
 
 Where ranks divide the experts, a rank without requests stands by with a graph of its own. So two
 ranks decode each bucket in turn while all others stand by: the first rank captures its standing by
-in the second rank's turn. When all kinds are captured, each is captured once more as a timed step.
-Kinds beyond the allowed number or bytes of graphs are left out.
+in the second rank's turn. When all kinds are captured, those with all drafts are captured once more
+as timed steps. Kinds beyond the allowed number or bytes of graphs are left out.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class Rehearsal:
     def _own(self, *, is_timed: bool = False) -> None:
         """Captures the kinds of this rank's own steps."""
         for kind in kinds(self.launcher.runner, self.replays, self.width):
+            if is_timed and kind.count < self.width:
+                continue
             if not self.replays.is_full and self.replays.has_bytes(sum(kind.counts)):
                 self._run(kind, 1 if is_timed else STEPS)
 

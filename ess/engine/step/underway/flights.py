@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ess.clock import Clock
 from ess.engine import scheduler, tpot_control
 from ess.engine.config import EngineConfig
-from ess.engine.graphs.buckets import bucket_sizes
+from ess.engine.graphs.buckets import bucket_sizes, graph_count
 from ess.engine.graphs.rehearsal import Rehearsal
 from ess.engine.graphs.replays import Replays
 from ess.engine.plan import StepPlan, Turn
@@ -230,10 +230,11 @@ def replays_of(runner: Runner, config: EngineConfig) -> Replays | None:
         return None
     offload = runner.offload
     largest = min(config.max_running, offload.sizes.sequence_max)
+    sizes = bucket_sizes(config.graph_sizes, largest=largest, splits=config.tbo != "off")
     return Replays(
         runner,
-        sizes=bucket_sizes(config.graph_sizes, largest=largest, splits=config.tbo != "off"),
+        sizes=sizes,
         verified_max=config.mtp,
-        graph_max=config.graphs,
+        graph_max=graph_count(config.graphs, sizes, verified_max=config.mtp),
         byte_max=config.graph_byte_max,
     )

@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from ess.engine.devices import DeviceReport
-from ess.engine.graphs.buckets import bucket_sizes
+from ess.engine.graphs.buckets import bucket_sizes, graph_count
 from ess.engine.layer_bytes import BF16, F32
 from ess.engine.step_bytes import decode_bytes, graph_bytes, prompt_bytes, staged_bytes
 from ess.errors import BadInput, Unavailable
@@ -270,20 +270,21 @@ def _graphs(needed: DeviceNeeds, settings: Settings, length_max: int, report: De
     """The memory of graphs: the engine captures none beyond this."""
     running = settings.max_running
     sizes = bucket_sizes(settings.graph_sizes, largest=running, splits=settings.tbo != "off")
+    count = graph_count(settings.graphs, sizes, verified_max=settings.mtp)
     size = graph_bytes(
         needed.config,
         needed.layout,
         query_max=max(sizes, default=0) * settings.mtp,
-        graph_count=settings.graphs,
+        graph_count=count,
         length_max=length_max,
         value_bytes=value_bytes_of(settings),
         rank_count=settings.dp_size,
         has_rooms=has_rooms_of(report, settings),
     )
     is_given = settings.graph_bytes != AUTO
-    if is_given and settings.graphs:
+    if is_given and count:
         size = size_of(settings.graph_bytes, of=report.total_bytes)
-    note = f"{'given' if is_given else 'estimated'}, {counted(settings.graphs, 'graph')} at most"
+    note = f"{'given' if is_given else 'estimated'}, {counted(count, 'graph')} at most"
     return Line(name="graphs", bytes=size, note=note, setting="graphs")
 
 
