@@ -128,7 +128,8 @@ def other_than_default(known: Setting) -> tuple[list[str], object]:
     if known.choices and known.choices != (known.default,):
         value = next(choice for choice in known.choices if choice != known.default)
         return [known.flag, value], value
-    value = "a file" if known.type is str else known.default + 1
+    number = 1 if known.choices else known.default
+    value = "a file" if known.type is str else number + 1
     value = OTHERS.get(known.name, value)
     return [known.flag, str(value)], value
 
