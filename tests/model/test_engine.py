@@ -84,6 +84,16 @@ def test_a_rehearsed_engine_packs_no_weights_in_its_first_steps(monkeypatch):
     assert "ess_pack" not in called, called
 
 
+def test_rows_of_a_prompt_that_slots_have_room_for_are_not_missed():
+    """Slots are filled with rows that the prompt's last queries did not select, too."""
+    for warm in (True, False):
+        eng = engine("v32", chunks=6, modes="none", warm=warm)
+        made = eng.add(prompt(150), Sampling(tokens_max=9))
+        run(eng)
+        assert made.output == expected("v32", 150, 9)
+        assert (eng.offload.stats().miss_count.sum() == 0) == warm
+
+
 @pytest.mark.parametrize(
     *pairs(family=("v32", "glm"), mode=("resident", "none", "da", "dba"), mtp=(1, 3))
 )

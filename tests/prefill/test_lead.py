@@ -9,7 +9,7 @@ import pytest
 
 from ess.door.handoff.endings import Lapsed, Sent
 from ess.errors import BadInput, BadState
-from ess.prefill import orders
+from ess.prefill import openings, orders
 from ess.prefill.batches import WINDOW_S, Batches
 from ess.prefill.orders import Close, GiveUp, Open, Part, Run
 from ess.prefill.stage import Disagreement
@@ -61,6 +61,19 @@ def test_a_prompt_waits_for_room_until_every_stage_has_let_go_of_another():
     assert second.reason == "sent"
     pipe.release_all()
     assert_quiet(pipe)
+
+
+def test_a_prompt_waits_while_as_many_are_open_as_may_be(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(openings, "OPEN_MAX", 1)
+    pipe = Pipe(2)
+    first, second = pipe.add(text(90)), pipe.add(text(91))
+    pipe.run(until=lambda: first.reason is not None)
+    pipe.settle()
+    assert second.state == "waiting"
+    assert pipe.lead.refusal.limiter == "handoffs"
+    pipe.release(1)
+    pipe.run()
+    assert second.reason == "sent"
 
 
 def test_more_prompts_than_sequences_come_one_after_another(monkeypatch: pytest.MonkeyPatch):
