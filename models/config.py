@@ -332,6 +332,13 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         """The main layers with rows. The pools count these alone."""
         return tuple(n for n in range(self.layer_count) if n not in self.recurrent_layers)
 
+    @property
+    def row_groups(self) -> Groups:
+        """The groups of the main layers with rows, as a layout of this model counts them."""
+        if self.compressed is not None:
+            return tuple((n,) for n in range(self.compressed.kinds.count("sparse")))
+        return self.without_mtp()._with_rows().groups
+
     def _with_rows(self) -> ModelConfig:
         """The numbers of its layers that have rows."""
         if not self.recurrent_layers:

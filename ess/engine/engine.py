@@ -27,6 +27,7 @@ from ess.clock import Clock, RealClock
 from ess.door import Offload
 from ess.engine.config import EngineConfig
 from ess.engine.entries.over import way_of
+from ess.engine.entries.refusals import check_layout
 from ess.engine.handoff import Ended, Exchange, Handoffs
 from ess.engine.plan import Chunk, NewTokens, StepPlan, StepResult
 from ess.engine.process.messages import ExpertLine, GraphLine, StageLine
@@ -73,10 +74,7 @@ class Engine:
         ranks: Ranks | None = None,
         way: Way | None = None,
     ) -> None:
-        layout = offload.layout
-        has_mtp = (model.mtp and layout.mtp_layer_count) or layout.verified_max > 1
-        if config.mtp > 1 and not (has_mtp or layout.mtp_elsewhere):
-            raise BadInput(f"mtp is {config.mtp}, but the model or the layout has no MTP layer")
+        _check(model, offload, config)
         self.offload = offload
         self.step_count = 0
         self.moved_count = 0
@@ -391,3 +389,14 @@ class Engine:
         self._handoffs.stepped(request)
         if request.reason is not None:
             self._transitions.finish(request, request.reason)
+
+
+def _check(model: Model, offload: Offload, config: EngineConfig) -> None:
+    if not offload.owner.is_open:
+        raise BadState("this offload is closed")
+    layout = offload.layout
+    if model.is_first and model.is_last:  # not a part, whose layers have other numbers
+        check_layout(model.config, layout)
+    has_mtp = (model.mtp and layout.mtp_layer_count) or layout.verified_max > 1
+    if config.mtp > 1 and not (has_mtp or layout.mtp_elsewhere):
+        raise BadInput(f"mtp is {config.mtp}, but the model or the layout has no MTP layer")

@@ -256,6 +256,12 @@ def test_wrong_arguments_of_an_engine():
     made.close()
     with pytest.raises(BadState, match="this engine is closed"):
         made.add([1, 2])
+    said = r"layout deepseek_v32 has 3 layers .* in 3 groups, and the model deepseek_v32 has 2 in 2"
+    with pytest.raises(BadInput, match=said):
+        Engine(small("v32", layer_count=2), made.offload, EngineConfig())
+    made.offload.close()
+    with pytest.raises(BadState, match="this offload is closed"):
+        Engine(small("v32", layer_count=3), made.offload, EngineConfig())
 
 
 @pytest.mark.parametrize(

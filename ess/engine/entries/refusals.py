@@ -8,6 +8,7 @@ from typing import Final
 
 from ess.engine.config import EngineConfig
 from ess.errors import BadInput
+from ess.layout import ModelLayout
 from ess.models.compressed.layout import VERIFIED_MAX
 from ess.models.config import ModelConfig
 
@@ -58,4 +59,16 @@ def _check_mtp(model: ModelConfig, mtp: int) -> None:
         raise BadInput(
             f"mtp is {mtp}, and the model is {model.family}: states beside rows have room for"
             f" {VERIFIED_MAX} tokens of a step"
+        )
+
+
+def check_layout(model: ModelConfig, layout: ModelLayout) -> None:
+    """Are the layers with rows, and those that share a selection, the model's? How the rows are
+    coded is the layout's to say."""
+    own, kept = model.row_groups, layout.groups[: layout.main_group_count]
+    if own != kept:
+        raise BadInput(
+            f"the layout {layout.name} has {layout.layer_count} layers with rows in {len(kept)}"
+            f" groups, and the model {model.family} has {sum(map(len, own))} in {len(own)}, or"
+            " others share a selection: take the layout of the model's config"
         )
