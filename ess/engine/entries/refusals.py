@@ -69,6 +69,6 @@ def check_layout(model: ModelConfig, layout: ModelLayout) -> None:
     if own != kept:
         raise BadInput(
             f"the layout {layout.name} has {layout.layer_count} layers with rows in {len(kept)}"
-            f" groups, and the model {model.family} has {sum(map(len, own))} in {len(own)}, or"
-            " others share a selection: take the layout of the model's config"
+            f" groups, and the model {model.family} has {sum(map(len, own))} in {len(own)}, or the"
+            " layers that share a selection differ: take the layout of the model's config"
         )
