@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ess.door.device.steps.fetches import StepFetches
 from ess.door.residency import budgets
 from ess.kernels.cuda.streams import CudaEvent
 from ess.pool.lru.cuda_shape import REPORT
@@ -159,3 +160,22 @@ def test_new_rows_that_make_others_give_way_end_a_stay_of_all_rows(made):  # noq
             has_all = bool((slot_of.index_select(0, rows) >= 0).all())
         assert is_known == has_all == (count == 8)
     doors.device.check()
+
+
+def test_no_step_ends_whose_slots_have_lost_their_copies(made, monkeypatch):  # noqa: F811
+    """Slots are claimed, and Ctrl-C comes before their copies are queued: a later step would take
+    the slots for rows."""
+    doors = made(chunks=12, seed=25)
+    steps = doors.begin([doors.open(list(range(70)))], [1])
+    doors.append(steps, 0)
+    selection = doors.select(steps, 0)
+
+    def broken(*_given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StepFetches, "queue", broken)
+    with pytest.raises(KeyboardInterrupt):
+        steps[1].resolve(0, there(selection))
+    monkeypatch.undo()
+    with pytest.raises(AssertionError, match=r"0 of 1 copies .* can only be closed"):
+        steps[1].abandon()

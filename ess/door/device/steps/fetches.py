@@ -14,8 +14,9 @@ from ess.pool.lru.cuda_shape import Moment
 
 
 class StepFetches:
-    """A copy is all layers of a group; those of a step are numbered from 1. `count` are queued;
-    compute has waited for the first `waited`."""
+    """A copy is all layers of a group; those of a step are numbered from 1. `count` have begun:
+    the group's call claims slots, then the copy is queued. Compute has waited for the first
+    `waited`."""
 
     def __init__(self, pools: DevicePools, timings: Timings, stopwatch: Stopwatch) -> None:
         self.count = self.waited = 0
@@ -27,10 +28,12 @@ class StepFetches:
 
     def next_moment(self, *, part: int, first: int) -> Moment:
         """The moment of the next copy. Its claims overwrite those of the copy `RING` before it,
-        which compute waits for first."""
+        which compute waits for first. The copy counts from here on, so that `hold_all` finds slots
+        that were claimed and whose copy was never queued, because an error came between."""
         copy = self.count + 1
         if copy - RING > self.waited:
             self.hold(self._last_of(copy - RING))
+        self.count = copy
         return Moment(copy=copy, waited=self.waited, part=part, first=first)
 
     def _last_of(self, copy: int) -> DeviceFetch:
@@ -39,7 +42,6 @@ class StepFetches:
     def queue(self, group: int, residency: Residency, moment: Moment) -> tuple[DeviceFetch, ...]:
         """Queues the copy of what the group's call of this moment has claimed."""
         lane, layers = self._pools.lane, self._pools.layout.groups[group]
-        self.count = moment.copy
         lane.follow(lane.steps)
         fetches = []
         for layer, copies in zip(layers, self._copies(group, residency, moment), strict=True):
@@ -88,7 +90,10 @@ class StepFetches:
     def hold_all(self) -> None:
         if self._queued:
             self.hold(self._queued[-1])
-        assert self.waited == self.count, f"{self.waited} of {self.count} copies were waited for"
+        assert self.waited == self.count, (
+            f"{self.waited} of {self.count} copies were waited for: slots that are claimed have no "
+            "rows, so this offload can only be closed"
+        )
 
     def replayed(self, count: int) -> None:
         """A graph queues so many copies, and waits for them."""
