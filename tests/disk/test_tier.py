@@ -357,7 +357,7 @@ def test_a_start_on_a_full_disk_finds_the_pages(*, is_killed: bool, tmp_path: Pa
 
 
 def fails_with(number: int) -> Callable[..., NoReturn]:
-    def fails(*given: object) -> NoReturn:
+    def fails(*given: object, **told: object) -> NoReturn:
         raise OSError(number, os.strerror(number))
 
     return fails
@@ -424,6 +424,30 @@ def test_a_full_disk_with_room_again_stores_again(
     again = tier(tmp_path, pages=6)
     assert all(loaded(again, text) for text in texts(range(11, 17)))
     again.close()
+
+
+def test_a_full_disk_that_breaks_stores_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even if it is full as well, behind that."""
+    notes: list[str] = []
+    monkeypatch.setattr(writer, "AGAIN_S", 0.0)
+    made = tier(tmp_path, pages=6, note=notes.append)
+    with monkeypatch.context() as patched:
+        for number, code in enumerate((errno.ENOSPC, errno.EIO)):
+            patched.setattr(os, "pwrite", fails_with(code))
+            fill(made, range(number, number + 1))
+        patched.setattr(made._folder.catalogue, "change", fails_with(errno.ENOSPC))
+        made.forget()
+        made.flush()
+    fill(made, range(2, 3))
+    assert not any(loaded(made, text) for text in texts(range(3)))
+    assert [note.rpartition(", and ")[2] for note in notes] == [
+        "it is tried again every 0 s",
+        "a restart stores again",
+    ]
+    made.check()
+    made.close()
 
 
 @pytest.mark.parametrize("fails_first", ["pages", "catalogue"])

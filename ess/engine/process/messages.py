@@ -232,7 +232,7 @@ class StageLine(msgspec.Struct, frozen=True, array_like=True):
 class DiskLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The prefix cache on disk: pages there are and may be, pages that wait to be stored, and since
     the start pages and seconds of stores and loads. `dropped_count` pages were not stored,
-    `damaged_count` were damaged and forgotten. `fault` says why no page is stored any more."""
+    `damaged_count` were damaged and forgotten. `fault` says why no page is stored."""
 
     page_count: int = 0
     page_max: int = 0

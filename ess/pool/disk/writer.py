@@ -210,17 +210,19 @@ class Writer:
         return written
 
     def _stop(self, error: Exception, *, is_over: bool) -> None:
-        """Stores no more pages; where the disk is full, none for a while."""
+        """Stores no more pages; where the disk is full, none for a while. One that has broken
+        stays so until a restart, also if it is full besides."""
         with self.lock:
             self.clear_queue()
             self._records.put_back(self._taken)
             self._kept_back += self._gone
             self._gone, self._taken = [], []
-            was_refused = bool(self.fault)
-            self._again_s = time.monotonic() + AGAIN_S if _is_full(error) else math.inf
-            if not is_over:
+            again_s = time.monotonic() + AGAIN_S if _is_full(error) else math.inf
+            is_news = not self.fault or again_s == math.inf > self._again_s
+            self._again_s = max(self._again_s, again_s)
+            if is_news and not is_over:
                 self.fault = f"the disk takes no more pages: {_why(error)}"
-        if not (is_over or was_refused):
+        if is_news and not is_over:
             then = f"it is tried again every {AGAIN_S:g} s" if _is_full(error) else _RESTART
             self._note(f"{self.fault}; those it has are read on, and {then}")
 
