@@ -154,7 +154,10 @@ class Grammars:
             self._blame(room, f"takes more than {grammar_child.STEP_CPU_S:g} s for one token")
         self.want(room.grammar)
         self._wanted.move_to_end(room.grammar, last=False)
-        self._renew_by_s = min(self._renew_by_s, time.monotonic() + RENEWAL_S)
+        now_s = time.monotonic()
+        if now_s > self._renew_by_s + COMPILING_S:  # the limit of losses of long ago
+            self._renew_by_s = math.inf
+        self._renew_by_s = min(self._renew_by_s, now_s + RENEWAL_S)
         while (fresh := self._settled(room.grammar)) is None:
             if time.monotonic() > self._renew_by_s:
                 self.leave(room.grammar)

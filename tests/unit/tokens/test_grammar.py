@@ -358,8 +358,9 @@ def test_a_compiler_that_never_answers_is_lost(fresh, monkeypatch):
 
 
 def test_lost_processes_without_successors_hold_up_a_step_once(fresh, monkeypatch):
-    """Of two grammars, three requests; the processes that wait for a grammar do not answer."""
-    followers = [matcher("regex", text, by=fresh) for text in ("ab", "ab", "(ab)*c")]
+    """Of two grammars, four requests; the processes that wait for a grammar do not answer. A loss
+    of much later is waited for again."""
+    followers = [matcher("regex", text, by=fresh) for text in ("ab", "ab", "(ab)*c", "ab")]
     while len(fresh._sandbox._spares) < sandbox.SPARE_COUNT:
         fresh.wait()
     for _, process in fresh._sandbox._spares:
@@ -367,13 +368,14 @@ def test_lost_processes_without_successors_hold_up_a_step_once(fresh, monkeypatc
     for process in processes(fresh):
         os.kill(process, signal.SIGKILL)
         wait_for_end(process)
-    moments = itertools.count()
     monkeypatch.setattr(grammar_module, "time", SimpleNamespace(monotonic=lambda: next(moments)))
     monkeypatch.setattr(grammar_module, "WAIT_S", 0.0)
-    for follower in followers:
-        assert texts(follower.allowed([], [])[0]) == {"<|end|>"}
-        assert "had no successor within 20 s" in follower.failure
-    assert next(moments) < 2 * grammar_module.RENEWAL_S
+    for begin_s, lost in ((0, followers[:3]), (1000, followers[3:])):
+        moments = itertools.count(begin_s)
+        for follower in lost:
+            assert texts(follower.allowed([], [])[0]) == {"<|end|>"}
+            assert "had no successor within 20 s" in follower.failure
+        assert 1 <= (next(moments) - begin_s) / grammar_module.RENEWAL_S < 2
     assert not fresh._wanted
     monkeypatch.undo()
     assert texts(matcher("regex", "ab", by=fresh).allowed([], [])[0]) == {"ab"}
