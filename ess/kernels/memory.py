@@ -126,8 +126,9 @@ def _check_size(byte_count: int) -> None:
 def _why(error: OSError) -> str:
     """Names a limit that the user has set: no figure of free memory shows it."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limit = f"; `ulimit -v` allows this process {format_bytes(most)}"
-    return f"{error.strerror}{'' if most == resource.RLIM_INFINITY else limit}"
+    if most == resource.RLIM_INFINITY:
+        return str(error.strerror)
+    return f"{error.strerror}; `ulimit -v` allows this process {format_bytes(most)}"
 
 
 def _on_huge_pages(region: mmap.mmap) -> npt.NDArray[np.uint8]:
