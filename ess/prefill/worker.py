@@ -35,7 +35,7 @@ from ess.engine.process.peers import Peers, layout_digest, open_port
 from ess.engine.process.wire import open_wire
 from ess.engine.process.worker import serve
 from ess.engine.step.runner import made_runner, pack_weights
-from ess.errors import EssError
+from ess.errors import BadState, EssError
 from ess.kernels.backend import ops
 from ess.layout import ModelLayout
 from ess.models.load import load_model
@@ -164,7 +164,7 @@ def is_over(link: Link | None, stdin: int | None) -> bool:
         return True
     try:
         return link is not None and link.receive(0.0) is not None
-    except PeerLeft:  # told to stop: this rank may take its time
+    except (PeerLeft, BadState):  # the peer, or this rank, has left in order: it may take its time
         return False
     except EssError:
         return True

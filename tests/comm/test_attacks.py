@@ -21,6 +21,7 @@ from ess.comm.processes.tensors import SHAPE_BYTES, pack_shape, unpack_shape
 from ess.comm.processes.wired import Terms, WiredLink
 from ess.errors import BadInput, Unavailable
 from ess.ports import kept_port
+from ess.prefill.worker import is_over
 from tests.house.tree import texts
 
 ENDS = Ends(1, 0, 1, 0)
@@ -141,6 +142,23 @@ def test_an_absurd_shape_ends_the_link_and_allocates_nothing(
     with pytest.raises(LinkLost, match=r"stage 7 is lost: (a|no) tensor"):
         link.receive(30)
     link.close()
+
+
+def test_a_stage_that_leaves_in_order_may_take_its_time(
+    wires: tuple[Wire, Wire, socket.socket],
+) -> None:
+    """The stage waits for the goodbyes of others, and frees its pools."""
+    dialler, answerer, _ = wires
+    ending = Ending()
+    link = WiredLink(answerer, Terms(peer=0, name="stage 0", device=torch.device("cpu")), ending)
+    link.start()
+    assert not is_over(link, None)
+    link.leave()
+    assert not is_over(link, None)
+    ending.fail(LinkLost(2, "stage 2 is lost"))
+    assert is_over(link, None)
+    dialler.cut()
+    link.part(0.0)
 
 
 def test_shapes_come_back() -> None:
