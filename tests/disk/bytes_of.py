@@ -42,6 +42,10 @@ def tier(
     )
 
 
+def texts(numbers: range) -> list[bytes]:
+    return [content(number) for number in numbers]
+
+
 def fill(made: DiskTier, numbers: range) -> None:
     for number in numbers:
         made.store(content(number), copies(content(number)))

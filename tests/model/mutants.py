@@ -144,7 +144,7 @@ SUITES = {
     "ess.engine.scheduler": ["tests/unit/test_scheduler.py", "tests/model/test_engine.py", SEEDS],
     "ess.pool.disk.records": ["tests/disk/test_tier.py", SEEDS],
     "ess.pool.disk.slab": ["tests/disk/test_tier.py", SEEDS],
-    "ess.pool.disk.writer": ["tests/disk/test_tier.py", SEEDS],
+    "ess.pool.disk.writer": ["tests/disk/test_tier.py", "tests/disk/test_full.py", SEEDS],
     "ess.transfer.arrivals": ["tests/transfer/test_arrivals.py", *RECEIVER, SEEDS],
     "ess.transfer.members": ["tests/transfer/test_members.py", SEEDS],
     "ess.transfer.messages": ["tests/transfer/test_messages.py", SEEDS],
