@@ -85,6 +85,24 @@ def test_a_full_disk_with_room_again_stores_again(
     again.close()
 
 
+def test_a_disk_that_stays_full_goes_on_with_the_pages_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try takes the record of the text that gave way to the first."""
+    monkeypatch.setattr(writer, "AGAIN_S", 0.0)
+    made = tier(tmp_path, pages=6)
+    fill(made, range(6))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", fails_with(errno.ENOSPC))
+        for number in range(6, 12):
+            fill(made, range(number, number + 1))
+    assert sum(loaded(made, text) for text in texts(range(6))) == 5
+    assert not any(loaded(made, text) for text in texts(range(6, 12)))
+    assert made.uses.dropped_count == 6
+    made.check()
+    made.close()
+
+
 def test_a_full_disk_that_breaks_stores_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,8 @@ class Writer:
 
     A batch takes records: free ones, and those of texts that the catalogue is told to forget
     (`_gone`). Where a disk refuses the batch, the latter are `_kept_back`: the catalogue may still
-    name them, and is told again before they are used."""
+    name them, and is told again before they are used. The next batch takes them first, so a disk
+    that stays full costs no further text its record."""
 
     def __init__(self, slab: Slab, catalogue: Catalogue, records: Records, note: Note) -> None:
         self.lock = threading.Condition()
@@ -159,7 +160,7 @@ class Writer:
             try:
                 self._write(batch, is_last=is_over)
             except (OSError, *ERRORS) as error:
-                self._stop(error, is_over=is_over)
+                self._stop(error, len(batch), is_over=is_over)
             finally:
                 with self.lock:
                     self._is_busy = False
@@ -174,9 +175,10 @@ class Writer:
     def _write(self, batch: list[tuple[bytes, Copy]], *, is_last: bool) -> None:
         began_s = time.monotonic()
         with self.lock:
-            records, victims = self._records.take(len(batch))
+            records, victims = self._records.take(max(0, len(batch) - len(self._gone)))
             self._taken = records[: len(records) - len(victims)]
-            leaving, self._gone = self._gone, [*self._gone, *victims]
+            records += [entry.record for entry in self._gone]
+            self._gone += victims
         self._catalogue.change(gone=[entry.content for entry in self._gone])
         written = self._write_pages(batch, records)
         with self.lock:
@@ -190,7 +192,6 @@ class Writer:
             for entry in reversed(written):
                 self._records.add(entry)
             self._records.put_back(record for record in records if record not in kept)
-            self._records.put_back(entry.record for entry in leaving)
             self._gone, self._taken = [], []
             self.stored_count += len(written)
             self.dropped_count += len(batch) - len(written)
@@ -209,11 +210,12 @@ class Writer:
             self._slab.sync()
         return written
 
-    def _stop(self, error: Exception, *, is_over: bool) -> None:
+    def _stop(self, error: Exception, batch_count: int, *, is_over: bool) -> None:
         """Stores no more pages; where the disk is full, none for a while. One that has broken
         stays so until a restart, also if it is full besides."""
         with self.lock:
             self.clear_queue()
+            self.dropped_count += batch_count
             self._records.put_back(self._taken)
             self._kept_back += self._gone
             self._gone, self._taken = [], []
