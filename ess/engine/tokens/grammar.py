@@ -157,15 +157,16 @@ class Grammars:
         now_s = time.monotonic()
         if now_s > self._renew_by_s + COMPILING_S:  # the limit of losses of long ago
             self._renew_by_s = math.inf
-        self._renew_by_s = min(self._renew_by_s, now_s + RENEWAL_S)
+        until_s = self._renew_by_s = min(self._renew_by_s, now_s + RENEWAL_S)
         while (fresh := self._settled(room.grammar)) is None:
-            if time.monotonic() > self._renew_by_s:
+            if time.monotonic() > until_s:
                 self.leave(room.grammar)
                 raise Unavailable(
                     "the process that follows the grammar was lost, "
                     f"and had no successor within {RENEWAL_S:g} s"
                 )
             self.wait()
+        self._renew_by_s = math.inf
         return fresh
 
     def check(self) -> None:

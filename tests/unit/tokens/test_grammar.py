@@ -7,6 +7,7 @@ import fcntl
 import functools
 import itertools
 import json
+import math
 import os
 import resource
 import signal
@@ -379,6 +380,20 @@ def test_lost_processes_without_successors_hold_up_a_step_once(fresh, monkeypatc
     assert not fresh._wanted
     monkeypatch.undo()
     assert texts(matcher("regex", "ab", by=fresh).allowed([], [])[0]) == {"ab"}
+
+
+def test_a_loss_is_waited_for_soon_after_others_were_replaced(fresh, monkeypatch):
+    followers = [matcher("regex", text, by=fresh) for text in ("ab", "ab", "(ab)*c")]
+    for begin_s, lost in ((0.0, followers[:2]), (60.0, followers[2:])):
+        clock = SimpleNamespace(monotonic=lambda by=begin_s: time.monotonic() + by)
+        monkeypatch.setattr(grammar_module, "time", clock)
+        for process in processes(fresh):
+            os.kill(process, signal.SIGKILL)
+            wait_for_end(process)
+        for follower in lost:
+            follower.allowed([], [])
+            assert follower.failure == ""
+    assert fresh._renew_by_s == math.inf
 
 
 def test_what_cannot_be_started_is_our_fault(fresh, monkeypatch, tmp_path):
