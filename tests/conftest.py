@@ -92,8 +92,8 @@ def pytest_collection_finish() -> None:
 
 
 GROWN_BYTES = 32 << 20
-"""Memory that is freed soon is taken again; fresh memory costs a virtual machine up to 13 ms a
-MiB."""
+"""Garbage is collected once this much memory is new: freed memory is used again, and fresh memory
+costs a virtual machine up to 13 ms a MiB."""
 
 
 def resident_bytes() -> int:

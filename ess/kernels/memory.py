@@ -11,6 +11,7 @@ same user and one process namespace. The file is sealed, it cannot shrink under 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -126,7 +127,7 @@ def _check_size(byte_count: int) -> None:
 def _why(error: OSError) -> str:
     """Names a limit that the user has set: no figure of free memory shows it."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most == resource.RLIM_INFINITY:
+    if most == resource.RLIM_INFINITY or error.errno != errno.ENOMEM:
         return str(error.strerror)
     return f"{error.strerror}; `ulimit -v` allows this process {format_bytes(most)}"
 

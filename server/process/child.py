@@ -22,8 +22,8 @@ QUIET_CODES: Final = frozenset({0, *(-number for number in ASKING), *(128 + n fo
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a process has ended; `is_by_code` unless a signal ended it. `is_quiet` where it has ended
-    as a process does that was asked to."""
+    """How a process has ended; `is_by_code` unless a signal ended it. `is_quiet` if it ended as a
+    process does that was asked to end."""
 
     how: str
     is_by_code: bool

@@ -63,8 +63,8 @@ def _check_mtp(model: ModelConfig, mtp: int) -> None:
 
 
 def check_layout(model: ModelConfig, layout: ModelLayout) -> None:
-    """Are the layers with rows, and those that share a selection, the model's? How the rows are
-    coded is the layout's to say."""
+    """Refuses a layout whose layers with rows, or whose groups that share a selection, are not the
+    model's. How rows are coded is for the layout to say."""
     own, kept = model.row_groups, layout.groups[: layout.main_group_count]
     if own != kept:
         raise BadInput(

@@ -19,9 +19,9 @@ step is eager itself and launches more; a graph for its sizes would be captured 
 and be replayed rarely.
 
 A timed step has events between its stages, so it needs a second graph of its kind. That graph is
-captured in the rehearsal, or, for a kind that comes later, in the step after the first graph's
-capture; if there is no room, it is not captured. No step is captured because its turn to be timed
-has come: without a graph for it, the turn is skipped.
+captured in the rehearsal, for kinds with all drafts, or, for a kind that comes later, in the step
+after the first graph's capture; if there is no room, it is not captured. No step is captured
+because its turn to be timed has come: without a graph for it, the turn is skipped.
 
 A graph holds addresses: pools, workspaces and weights are made once and stay.
 """
@@ -239,7 +239,8 @@ class Replays:
         self._untimed.clear()
 
     def rehearsed(self) -> None:
-        """The rehearsal is over: kinds that had no room for a timed graph will not get one."""
+        """The rehearsal is over: kinds that have no timed graph, for want of room or because they
+        have no drafts, will not get one."""
         self.eager_counts.clear()
         self._untimed.clear()
 

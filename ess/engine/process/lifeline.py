@@ -4,7 +4,7 @@
 
 The closed stdin ends an engine between two steps. An engine that is stuck in a step is ended by the
 system: on Linux the kernel sends SIGKILL when the parent has ended. A process asks for that before
-it imports anything else: importing torch takes seconds, on a busy machine many.
+it imports anything large: importing torch takes seconds, on a busy machine many.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _is_hung_up(descriptor: int) -> bool:
 
 
 def main(module: str, *arguments: str) -> None:
-    """Where the parent has ended before `die_with_parent`, its end of our stdin tells."""
+    """If the parent ended before `die_with_parent` took effect, the system sends no signal; then
+    the closed end of stdin shows it."""
     die_with_parent()
     if _is_hung_up(sys.stdin.fileno()):
         return

@@ -305,7 +305,8 @@ def noting_disk(resolved: Resolved) -> Resolved:
 
 
 def _slab_bytes(folder: Path) -> int:
-    """What slabs take of the disk; another process may remove any of them, or a folder, by now."""
+    """The bytes that slabs take on the disk. Another process may remove a slab or a folder
+    meanwhile."""
     taken = 0
     for home, _, names in os.walk(folder):
         for name in names:
