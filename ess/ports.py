@@ -45,7 +45,7 @@ def not_listening(host: str, port: int, error: OSError, another: str = ANOTHER) 
     """The refusal of an address, with what a user may do."""
     hints = {
         errno.EADDRINUSE: f"; give another with {another}",
-        errno.EADDRNOTAVAIL: f"; no interface of this machine has {host}, 0.0.0.0 stands for all",
+        errno.EADDRNOTAVAIL: f"; no interface of this machine has {host}; give 0.0.0.0 for all",
     }
     hint = hints.get(error.errno or 0, "")
     return Unavailable(f"cannot listen on {host}:{port}: {error.strerror}{hint}")

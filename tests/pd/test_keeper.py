@@ -299,7 +299,7 @@ def test_what_ends_as_asked_is_not_told(capsys: pytest.CaptureFixture[str]):
     assert "is gone" not in capsys.readouterr().err
 
 
-def test_who_does_not_end_is_killed(capsys: pytest.CaptureFixture[str]):
+def test_a_process_that_does_not_end_is_killed(capsys: pytest.CaptureFixture[str]):
     async def work() -> None:
         kept = made("is_deaf")
         kept.start()

@@ -19,13 +19,12 @@ import sys
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
-_HERE: Final = "ess.engine.process.lifeline"
 
 
 def words_of(module: str, *arguments: str) -> tuple[str, ...]:
     """The command line of a module that ends with this process from its first import on; its
     stdin is a pipe from here."""
-    return (sys.executable, "-m", _HERE, module, *arguments)
+    return (sys.executable, "-m", __name__, module, *arguments)
 
 
 def die_with_parent() -> None:

@@ -50,8 +50,8 @@ class Writer:
 
     A batch takes records: free ones, and those of texts that the catalogue is told to forget
     (`_gone`). Where a disk refuses the batch, the latter are `_kept_back`: the catalogue may still
-    name them, and is told again before they are used. The next batch takes them first, so a disk
-    that stays full costs no further text its record."""
+    name them, and is told again before they are used. The next batch takes them first, so on a
+    disk that stays full later tries make no more texts give way."""
 
     def __init__(self, slab: Slab, catalogue: Catalogue, records: Records, note: Note) -> None:
         self.lock = threading.Condition()
@@ -211,8 +211,8 @@ class Writer:
         return written
 
     def _stop(self, error: Exception, batch_count: int, *, is_over: bool) -> None:
-        """Stores no more pages; where the disk is full, none for a while. One that has broken
-        stays so until a restart, also if it is full besides."""
+        """Stores no more pages; where the disk is full, none for a while. A disk that has
+        broken stays so until a restart, even if it is full as well."""
         with self.lock:
             self.clear_queue()
             self.dropped_count += batch_count
@@ -220,16 +220,15 @@ class Writer:
             self._kept_back += self._gone
             self._gone, self._taken = [], []
             again_s = time.monotonic() + AGAIN_S if _is_full(error) else math.inf
-            is_news = not self.fault or again_s == math.inf > self._again_s
+            breaks_now = again_s == math.inf and self._again_s < math.inf
+            is_news = not self.fault or breaks_now
             self._again_s = max(self._again_s, again_s)
             if is_news and not is_over:
                 self.fault = f"the disk takes no more pages: {_why(error)}"
         if is_news and not is_over:
-            then = f"it is tried again every {AGAIN_S:g} s" if _is_full(error) else _RESTART
+            again = f"it is tried again every {AGAIN_S:g} s"
+            then = again if _is_full(error) else "a restart stores again"
             self._note(f"{self.fault}; those it has are read on, and {then}")
-
-
-_RESTART: Final = "a restart stores again"
 
 
 def _is_full(error: Exception) -> bool:
