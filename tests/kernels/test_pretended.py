@@ -212,8 +212,9 @@ except RuntimeError as error:
     assert "the graph names memory of 12 bytes that is gone" in str(error), error
 else:
     raise AssertionError("a graph keeps what it was given")
-form, at = flat_form(656), torch.zeros(4 * 656, dtype=torch.uint8, device="cuda").data_ptr()
-kernel, ends = shared_device(0).kernel(form.program, form.entry), []
+rows = torch.zeros(4 * 656, dtype=torch.uint8, device="cuda")  # the children write to it
+form, at, ends = flat_form(656), rows.data_ptr(), []
+kernel = shared_device(0).kernel(form.program, form.entry)
 for odd in (16, 8):
     sides = {"source": at + odd, "source_stride": 656, "target": at + 2 * 656, "target_stride": 656}
     child = os.fork()
@@ -221,7 +222,7 @@ for odd in (16, 8):
         kernel.launch(move_record(**sides, pair_count=1), blocks=1, threads=32, stream=0)
         os._exit(0)
     ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-assert ends == [0, -signal.SIGABRT], "a unit of 16 bytes at a multiple of 8 is no such unit"
+assert ends == [0, -signal.SIGABRT], f"16 bytes at a multiple of 16, then of 8: {ends}"
 """
 
 
