@@ -27,7 +27,7 @@ from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.prefill.trial.pipe import Kind, Pipe, PipeTrial, TrialTimes, kind_for
 from ess.server.commands.start.files.checkpoint import Checkpoint, read_checkpoint
-from ess.server.commands.start.launch import derived, layout_of
+from ess.server.commands.start.resolving import derived, layout_of
 from ess.server.commands.start.settings import Settings, resolve
 from ess.sim.prefill.measured import MeasuredChunk, Model, modelled
 from ess.sim.prefill.tuning import Forecast, Setting, on_clock, search

@@ -11,7 +11,7 @@ from ess.errors import BadInput
 from ess.models.registry import read_config
 from ess.server.commands.pd.shares import shape_of, share_of
 from ess.server.commands.start.files.checkpoint import read_checkpoint
-from ess.server.commands.start.launch import layout_of, planned
+from ess.server.commands.start.resolving import layout_of, planned
 from ess.server.commands.start.settings import resolve
 from tests.compressed import world
 from tests.states.test_serve import resolved

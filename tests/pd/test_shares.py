@@ -29,7 +29,7 @@ from ess.server.commands.pd.shares import (
 from ess.server.commands.ranks.servers import OF_RANK, RankProcesses, divided
 from ess.server.commands.start import sizing
 from ess.server.commands.start.files.checkpoint import read_checkpoint
-from ess.server.commands.start.launch import layout_of, planned
+from ess.server.commands.start.resolving import layout_of, planned
 from ess.server.commands.start.settings import resolve
 from tests.support.own_python import python
 from tests.support.process import RUN

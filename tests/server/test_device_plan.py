@@ -24,7 +24,7 @@ from ess.server.commands.start.devices import device_probing
 from ess.server.commands.start.devices.device_sizing import RESERVED, DeviceNeeds, plan_on_device
 from ess.server.commands.start.devices.device_stages import COMING, LEAVING, plan_stages
 from ess.server.commands.start.files.checkpoint import read_checkpoint, read_entries
-from ess.server.commands.start.launch import layout_of
+from ess.server.commands.start.resolving import layout_of
 from ess.server.commands.start.server_facts import launch_of
 from ess.server.commands.start.settings import resolve
 from ess.server.commands.start.sizing import MemoryPlan

@@ -23,7 +23,7 @@ from ess.server.commands.start import banner
 from ess.server.commands.start.begin import serve_flags
 from ess.server.commands.start.files.checkpoint import read_checkpoint, read_entries
 from ess.server.commands.start.files.words import chat_template, read_words
-from ess.server.commands.start.launch import check_kept, noting_disk
+from ess.server.commands.start.resolving import check_kept, noting_disk
 from ess.server.commands.start.settings import resolve
 
 NOBODY = 65534

@@ -19,7 +19,7 @@ import pytest
 from ess.errors import BadInput
 from ess.models.chat.styles import DeepSeekStyle
 from ess.server.commands.start.files.checkpoint import read_checkpoint
-from ess.server.commands.start.launch import derived
+from ess.server.commands.start.resolving import derived
 from ess.server.commands.start.server_facts import kept_responses
 from ess.server.commands.start.settings import resolve
 from ess.server.dialects.response_history import History, owner_of

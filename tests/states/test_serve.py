@@ -19,7 +19,7 @@ from ess.errors import BadInput
 from ess.models.load import load_model
 from ess.models.registry import read_config
 from ess.server.commands.start.files.checkpoint import read_checkpoint
-from ess.server.commands.start.launch import derived, layout_of, planned
+from ess.server.commands.start.resolving import derived, layout_of, planned
 from ess.server.commands.start.settings import resolve
 from tests.ranks.test_serve import COUNT, PROMPT, tokens
 from tests.states.world import EACH, GLM5, V4, World

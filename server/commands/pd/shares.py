@@ -19,7 +19,7 @@ from ess.layout import ModelLayout
 from ess.server.commands.start.compat.compat_flags import FAMILY
 from ess.server.commands.start.files.checkpoint import Checkpoint, read_checkpoint, read_entries
 from ess.server.commands.start.files.words import read_words
-from ess.server.commands.start.launch import derived, layout_of, sized
+from ess.server.commands.start.resolving import derived, layout_of, sized
 from ess.server.commands.start.settings import (
     FIELDS,
     PREFIX,

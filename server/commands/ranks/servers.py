@@ -29,7 +29,7 @@ from ess.server.commands.pd.kept import Kept, is_worker_ready, write_private
 from ess.server.commands.pd.orphans import adopt_orphans
 from ess.server.commands.pd.shares import clean, told_settings
 from ess.server.commands.start.files.words import read_words
-from ess.server.commands.start.launch import checked, derived, layout_of, planned, sized
+from ess.server.commands.start.resolving import checked, derived, layout_of, planned, sized
 from ess.server.commands.start.settings import Resolved, Settings
 from ess.server.process.logs.log_pipe import unblocked_stderr
 from ess.server.process.logs.log_times import passed_on
