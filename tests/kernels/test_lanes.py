@@ -96,7 +96,7 @@ def test_lists_may_be_reused_at_once(lane: Lane) -> None:
 
 
 def test_a_mark_covers_what_was_submitted(lane: Lane) -> None:
-    lane.mark().wait(1.0)
+    lane.mark().wait(60.0)
     targets = [zeros(40) for _ in range(5)]
     for target in targets:
         lane.submit([RowCopy(source=rows(40), target=target)])
@@ -106,7 +106,7 @@ def test_a_mark_covers_what_was_submitted(lane: Lane) -> None:
 
 def test_an_empty_job_is_a_job(lane: Lane) -> None:
     event = lane.submit([])
-    event.wait(5.0)
+    event.wait(60.0)
     assert event.done()
 
 
@@ -269,7 +269,7 @@ def test_a_forked_child_gets_an_error_and_no_hang() -> None:
             finally:
                 os._exit(99)
         assert exit_code(child) == 3
-        worker.submit([RowCopy(source=source, target=target)]).wait(5.0)
+        worker.submit([RowCopy(source=source, target=target)]).wait(60.0)
 
 
 def refusals_in_child(worker: WorkerLane, event: Event) -> int:

@@ -88,7 +88,7 @@ def test_the_whole_ends_in_time(tmp_path: Path) -> None:
 
 HOLDS_THE_LOCK = """
 import ctypes
-def waits_for_a_device(): ctypes.PyDLL(None).sleep(60)
+def waits_for_a_device(): print("begun", flush=True); ctypes.PyDLL(None).sleep(60)
 waits_for_a_device()
 """
 
@@ -96,11 +96,13 @@ waits_for_a_device()
 def test_what_hangs_with_the_lock_shows_where(tmp_path: Path) -> None:
     """No thread of Python runs there, so the stacks come from a handler of a signal."""
     told, out = tmp_path / "told", tmp_path / "out"
-    told.touch()
+    command = [sys.executable, "-X", "faulthandler", "-c", HOLDS_THE_LOCK]
     with out.open("wb") as file:
-        command = [sys.executable, "-X", "faulthandler", "-c", HOLDS_THE_LOCK]
-        child = subprocess.Popen(command, stderr=file, start_new_session=True)
-        status = runner.wait_for(child, time.monotonic() + 600, told, hung_s=2)
+        started = {"stdout": subprocess.PIPE, "stderr": file, "start_new_session": True}
+        with subprocess.Popen(command, **started) as child:
+            assert child.stdout.readline() == b"begun\n"
+            told.touch()
+            status = runner.wait_for(child, time.monotonic() + 600, told, hung_s=0.1)
     assert status == -signal.SIGABRT
     assert "in waits_for_a_device" in out.read_text()
 
