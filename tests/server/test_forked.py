@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.harness import until
-from tests.support.forked import ROOT, Forked, forked_engines, nursery, started
+from tests.support.forked import ROOT, Forked, finished, forked_engines, nursery, started
 from tests.support.kin import children, is_running, kin, told
 
 SAYS = """
@@ -28,6 +28,7 @@ threading.Timer(0.05, print, ["from a thread that is waited for"]).start()
 ENDS = {"sys.exit(3)": 3, "sys.exit('in words')": 1, "sys.exit()": 0, "pass": 0, "1 / 0": 1}
 WAITS = "print('here', flush=True); input()"
 LEASHED = "from ess.engine.process.lifeline import die_with_parent as d; d(); print(1); input()"
+HANGS = "import os, signal; print(os.getpid(), os.fork(), flush=True); signal.pause()"
 ASKS = f"""
 from tests.support.forked import started
 child = started("server", ["-c", {LEASHED!r}], stdin=-1, stdout=-1, text=True)
@@ -69,6 +70,20 @@ def test_it_is_waited_for_and_told_of_by_its_end():
         assert process.wait(120) == process.poll() == -signal.SIGTERM
         process.kill()
         assert not is_running(process.pid)
+
+
+def test_what_hangs_ends_with_the_time_of_its_test(monkeypatch: pytest.MonkeyPatch):
+    """And so does what it has forked."""
+    begun = []
+
+    def over(process: subprocess.Popen[str]) -> None:
+        begun.extend(map(int, process.stdout.readline().split()))
+        raise TimeoutError
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", over)
+    with pytest.raises(TimeoutError):
+        finished("server", "-c", HANGS, env=os.environ)
+    until(lambda: not any(map(is_running, begun)), "their end")
 
 
 def test_a_module_is_executed_anew():

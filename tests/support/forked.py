@@ -37,6 +37,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.support.kin import kin
 from tests.support.standing_for import NURSERY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,10 +87,17 @@ def started(
 
 
 def finished(kind: str, *words: object, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run`, of one that is started here; what it printed and said is kept."""
+    """As `subprocess.run`, of one that is started here; what it printed and said is kept. When the
+    time of a test is over, it is killed with all that it has started."""
     given, pipes = [*map(str, words)], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with started(kind, given, env=env, text=True, **pipes) as process:
-        printed, said = process.communicate()
+        try:
+            printed, said = process.communicate()
+        except BaseException:
+            for pid in (*kin(process.pid), process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise
     return subprocess.CompletedProcess(given, process.returncode, printed, said)
 
 
