@@ -1,4 +1,4 @@
-"""`ess serve --dp-size 4 --nnodes 4` on four hosts: network namespaces of this machine."""
+"""`ess serve --dp-size 4 --nnodes 4` on as many hosts: network namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.house.tree import ROOT
 from tests.ranks.test_placing import GOOD
 from tests.ranks.test_serve import COUNT, PROMPT
 from tests.server.harness import until
+from tests.support.few import few
 from tests.support.greedy import greedy
 from tests.support.hosts import Hosts, hosts
 from tests.support.kin import children
@@ -54,18 +55,18 @@ class Launcher:
 
 
 @contextlib.contextmanager
-def launched(net: Hosts, folder: Path) -> Iterator[list[Launcher]]:
+def launched(net: Hosts, folder: Path, count: int) -> Iterator[list[Launcher]]:
     """All are started at once, for each waits for the others. Host 0 alone has the loads."""
     secret, loads = folder / "secret", folder / "loads.json"
-    secret.write_text("the secret of all four hosts")
+    secret.write_text("the secret of all hosts")
     layers = {str(layer): [900, 1, 1, 1, 1, 400, 1, 1] for layer in (1, 2)}
     loads.write_bytes(msgspec.json.encode({**GOOD, "layers": layers}))
 
     def launch(host: int) -> Launcher:
         log = folder / f"log-{host}"
         flags = {
-            "--dp-size": "4",
-            "--nnodes": "4",
+            "--dp-size": f"{count}",
+            "--nnodes": f"{count}",
             "--node-rank": f"{host}",
             "--dist-init-addr": f"{net.address(0)}:29600",
             "--peer-secret-file": f"{secret}",
@@ -82,8 +83,8 @@ def launched(net: Hosts, folder: Path) -> Iterator[list[Launcher]]:
             process = Process(*words, "--without-key", before=net.on(host), stderr=lines.fileno())
         return Launcher(stack.enter_context(process), log)
 
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(4) as pool:
-        yield list(pool.map(launch, range(4)))
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(count) as pool:
+        yield list(pool.map(launch, range(count)))
 
 
 def asked(net: Hosts, host: int, urls: list[str]) -> list[list[int]]:
@@ -100,25 +101,27 @@ def asked(net: Hosts, host: int, urls: list[str]) -> list[list[int]]:
     return json.loads(done.stdout)
 
 
-def test_four_hosts_answer_as_one_process_and_go_on_behind_a_lost_rank(tmp_path):
-    """With copies of experts. A rank is killed: the three others say which is lost, the launcher of
-    its host starts it again, and all answer as before."""
-    expected = [greedy(load_model(form="f32"), PROMPT, COUNT)] * 4
-    with hosts(4) as net, launched(net, tmp_path) as launchers:
+@pytest.mark.parametrize("count", few([2], all_of=[2, 4]))
+def test_hosts_answer_as_one_process_and_go_on_behind_a_lost_rank(tmp_path, count):
+    """With copies of experts. A rank is killed: all others say which is lost, the launcher of its
+    host starts it again, and all answer as before."""
+    expected = [greedy(load_model(form="f32"), PROMPT, COUNT)] * count
+    with hosts(count) as net, launched(net, tmp_path, count) as launchers:
         urls = [launcher.url for launcher in launchers]
-        assert urls == [f"http://{net.address(host)}:8000" for host in range(4)]
-        assert asked(net, 3, urls) == expected
-        victim = launchers[2].server
+        assert urls == [f"http://{net.address(host)}:8000" for host in range(count)]
+        assert asked(net, count - 1, urls) == expected
+        lost = count // 2
+        victim = launchers[lost].server
         os.kill(victim, signal.SIGKILL)
-        for host in (0, 1, 3):
+        for host in {*range(count)} - {lost}:
             # Its sockets say so at once: three seconds later its beats would be missed.
             said = rf"^\S+ rank-{host}: .*LinkLost.*is lost: (?!no beat)"
             until(lambda said=said, host=host: launchers[host].said(said), said)
         until(
-            lambda: launchers[2].said(
-                r"^\S+ ess: rank-2 is gone: its process was ended by SIGKILL"
+            lambda: launchers[lost].said(
+                rf"^\S+ ess: rank-{lost} is gone: its process was ended by SIGKILL"
             ),
             "its end",
         )
-        assert asked(net, 1, urls) == expected
-        assert launchers[2].server != victim
+        assert asked(net, 0, urls) == expected
+        assert launchers[lost].server != victim

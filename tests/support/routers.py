@@ -168,7 +168,7 @@ class Router:
     def __enter__(self) -> Router:
         try:
             until(self._is_up, "every worker's being found healthy", within_s=START_S)
-        except AssertionError:
+        except BaseException:
             self.__exit__()
             raise
         return self
