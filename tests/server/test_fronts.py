@@ -27,7 +27,7 @@ from tests.server.harness import until
 from tests.server.test_dashboard import metrics
 from tests.support.crowd import Crowd
 from tests.support.few import few
-from tests.support.kin import children, commands, is_running
+from tests.support.kin import children, commands, is_running, worker_of
 from tests.support.manual_clock import ManualClock
 from tests.support.process import Process
 
@@ -131,7 +131,7 @@ def test_a_process_that_is_killed_costs_its_own_streams_and_is_replaced():
     with several() as process, crowd(process) as going:
         all_have_begun(going)
         victim, *others = fronts(process)
-        os.kill(victim, signal.SIGKILL)
+        os.kill(worker_of(victim), signal.SIGKILL)  # its socket to the engine is free at once
         until(lambda: any(map(going.is_over, range(STREAMS))), "the streams that it had")
         until(lambda: running(process) < STREAMS, "the engine's giving up of its requests")
         over = partial(map, going.is_over, range(STREAMS))

@@ -40,6 +40,12 @@ def commands(process: int) -> dict[int, str]:
     return {child: line.replace(f"{LIFELINE} ", "") for child, line in lines.items() if line}
 
 
+def worker_of(process: int) -> int:
+    """The fork for which it stands, else the process itself."""
+    word, _, fork = told(process, "comm").partition(" ")
+    return int(fork) if word == "for" else process
+
+
 def fields(process: int) -> list[str]:
     """What its `stat` says behind its name: its state is the first; none if it has ended."""
     return told(process, "stat").rpartition(")")[2].split()

@@ -1,7 +1,8 @@
 """The process that a server has started where a nursery's fork does the work of an engine, of a
-further process of the server, or of one that reads texts.
+further process of the server, or of one that reads texts. Its name says which fork (`worker_of`).
 
-A signal that ends it ends the fork too: the nursery kills whose stand-in is gone. One that it can
+A signal that ends it ends the fork too, but later: the nursery kills whose stand-in is gone. A test
+in which the end of a process frees what the next one needs kills the fork. A signal that it can
 catch is handed on. One that stops it does not reach the fork, so tests that stop such a process
 or look into its memory or files start a real one.
 """
@@ -33,6 +34,8 @@ def stand(kind: str, words: list[str]) -> None:
         fork = int(nursery.recv(64))
         if fork < 0:
             return
+        with open("/proc/self/comm", "w") as name:
+            name.write(f"for {fork}")
         for file in files[3:]:
             os.close(file)
         for number in HANDED_ON:
