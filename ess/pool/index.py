@@ -54,14 +54,19 @@ class ActivePages(ABC):
         return int((self._active_of[host_pages] == NONE).sum())
 
     def activate(self, host_pages: PageIds, latent: LatentPool) -> PageIds:
-        """Active pages of these host pages: shared if active already, else with keys loaded."""
+        """Active pages of these host pages: shared if active already, else with keys loaded. If
+        that fails, they are as before."""
         active = self.active_of(host_pages)
         fresh = active == NONE
         self.pages.hold(active[~fresh])
         active[fresh] = self.pages.take(int(fresh.sum()))
         self.host_page_of[active[fresh]] = host_pages[fresh]
         self._active_of[host_pages[fresh]] = active[fresh]
-        self._load(host_pages[fresh], active[fresh], latent)
+        try:
+            self._load(host_pages[fresh], active[fresh], latent)
+        except BaseException:
+            self.free(self.leave(active))
+            raise
         assert (self._active_of[host_pages] == active).all(), "a host page is named twice"
         return active
 
@@ -167,8 +172,12 @@ class PageTables:
     def enter(self, active: PageIds, length: int) -> int:
         """Takes a free line for these pages and this many positions."""
         line = self.take()
-        self.extend(line, 0, active)
-        self.set_length(line, length)
+        try:
+            self.extend(line, 0, active)
+            self.set_length(line, length)
+        except BaseException:
+            self.give_back(line)
+            raise
         return line
 
     def extend(self, line: int, first: int, active: PageIds) -> None:

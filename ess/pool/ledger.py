@@ -67,7 +67,7 @@ class Ledger:
 
     def reserve(self, needs: Mapping[str, int]) -> Reservation:
         """Reserves all of `needs`, or raises PoolFull naming the account that falls shortest."""
-        self._refuse_if_short(needs)
+        self.require_free(needs)
         reservation = Reservation({name: needs.get(name, 0) for name in self._accounts})
         self._open.append(reservation)
         self._add(reservation.promised)
@@ -79,9 +79,17 @@ class Ledger:
             if count > self._accounts[name].capacity:
                 raise self._refusal(self._accounts[name], count, self.free(name))
 
+    def require_free(self, needs: Mapping[str, int]) -> None:
+        """Raises PoolFull, naming the account that falls shortest, unless there is room now."""
+        assert all(count >= 0 for count in needs.values()), needs
+        short = [name for name, count in needs.items() if count > self.free(name)]
+        if short:
+            worst = min(short, key=lambda name: self.free(name) / max(needs[name], 1))
+            raise self._refusal(self._accounts[worst], needs[worst], self.free(worst))
+
     def extend(self, reservation: Reservation, needs: Mapping[str, int]) -> None:
         assert reservation.is_open, "a released reservation cannot grow"
-        self._refuse_if_short(needs)
+        self.require_free(needs)
         for name, count in needs.items():
             reservation.promised[name] += count
         self._add(needs)
@@ -103,13 +111,6 @@ class Ledger:
         """Adds to the sums of all promises, which each new page of a sequence asks for."""
         for name, count in counts.items():
             self._promised[name] += count
-
-    def _refuse_if_short(self, needs: Mapping[str, int]) -> None:
-        assert all(count >= 0 for count in needs.values()), needs
-        short = [name for name, count in needs.items() if count > self.free(name)]
-        if short:
-            worst = min(short, key=lambda name: self.free(name) / max(needs[name], 1))
-            raise self._refusal(self._accounts[worst], needs[worst], self.free(worst))
 
     def _refusal(self, account: Account, needed: int, free: int) -> PoolFull:
         permanent = needed > account.capacity

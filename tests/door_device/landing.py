@@ -12,6 +12,7 @@ from ess.pool.device_bytes import SEALS
 from ess.pool.lru.cuda import Residency
 from tests.door_device.doors import LAYOUT, LEADERS, there, whole
 from tests.door_device.played import made, step, windows  # noqa: F401  a fixture
+from tests.unit.door.test_broken_off import check_case
 
 
 def test_pieces_that_wait_end_with_the_stay_of_their_sequence(made):  # noqa: F811
@@ -195,3 +196,14 @@ def test_an_audit_before_the_first_call_of_a_step(made):  # noqa: F811
     doors.seal(steps, [1])
     doors.learn()
     doors.audit()
+
+
+@pytest.mark.parametrize("name", ["open", "begin"])
+def test_a_call_that_is_broken_off_changes_nothing(made, name):  # noqa: F811
+    doors = made(chunks=24, seed=26, query_max=64)
+    assert len(check_case(doors.device, name)) > 5
+    landings, step = doors.device._side.landings, doors.device.owner.open_step
+    assert landings.new_rows == (0 if step is None else 1)
+    if step is not None:
+        step.abandon()
+    doors.device.check()

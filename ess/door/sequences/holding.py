@@ -5,13 +5,14 @@ A sequence that was never on the device keeps the host pages of its growth promi
 always enter; a preempted sequence has no promises.
 
 Pages leave the device behind the copies that may still touch them (`InFlight.after`), so nothing in
-here waits, except to make room when a reservation falls short. A call that raises PoolFull has
-changed nothing.
+here waits, except to make room when a promise falls short. A call that takes pages and raises,
+PoolFull or anything else, has changed nothing: what it took so far goes back (`undo`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Final
 
 import numpy as np
@@ -82,12 +83,9 @@ class Holding:
         assert len(shared) <= page_count, f"{len(shared)} shared pages of {page_count}"
         latent, fresh_count = self._pools.latent, page_count - len(shared)
         latent.ask(shared)
-        try:
-            self._admit(shared, fresh_count)
-        except BaseException:
-            latent.refuse(shared)
-            raise
-        self._enter(shared, fresh_count, length, text)
+        with ExitStack() as undo:
+            undo.callback(latent.refuse, shared)
+            self._enter(shared, fresh_count, length, text, undo)
 
     def open_on_host(self, shared: PageIds, page_count: int) -> None:
         """As `open`, but without slots or index pages until the sequence resumes."""
@@ -95,16 +93,15 @@ class Holding:
         pools, fresh_count = self._pools, page_count - len(shared)
         assert fresh_count >= 0, f"{len(shared)} shared pages of {page_count}"
         pools.latent.ask(shared)
-        try:
+        with ExitStack() as undo:
+            undo.callback(pools.latent.refuse, shared)
             needs = self._needs(shared, fresh_count)
             pools.ledger.require(needs)
-            self._reservation = _reserve(pools, {HOST_PAGES: needs[HOST_PAGES]})
-        except BaseException:
-            pools.latent.refuse(shared)
-            raise
-        fresh = pools.latent.take(fresh_count)
-        pools.ledger.draw(self._reservation, HOST_PAGES, fresh_count)
-        self.host_pages = np.concatenate([shared, fresh])
+            _make_room(pools, {HOST_PAGES: needs[HOST_PAGES]})
+            host_pages = np.concatenate([shared, self._take(fresh_count, undo)])
+            undo.pop_all()
+        self._reservation = pools.ledger.reserve({HOST_PAGES: needs[HOST_PAGES] - fresh_count})
+        self.host_pages = host_pages
 
     def resume(self, *, length: int, text: int) -> None:
         assert self.line == NONE, f"line {self.line} is on the device already"
@@ -114,12 +111,12 @@ class Holding:
                 f"there are rows of {text} tokens, and nothing that is kept beside them: a handoff"
                 " brings that, or open another sequence on the device"
             )
-        self._admit(self.host_pages, 0)
-        self._enter(self.host_pages, 0, length, text)
+        with ExitStack() as undo:
+            self._enter(self.host_pages, 0, length, text, undo)
 
-    def _admit(self, held: PageIds, fresh_count: int) -> None:
-        """Reserves what `_enter` takes, or raises and has changed nothing, also where its wait for
-        copies is broken off."""
+    def _admit(self, held: PageIds, fresh_count: int) -> dict[str, int]:
+        """There is room for what `_enter` takes and what it will be promised: the sum of both,
+        beyond what is promised now."""
         pools = self._pools
         assert self.line == NONE, f"line {self.line} is on the device already"
         if pools.tables.free_count == 0:
@@ -131,24 +128,58 @@ class Holding:
                 sentence=f"all {pools.sizes.sequence_max} sequences are active; raise "
                 f"sequence_max, or preempt or close a sequence",
             )
-        self._reservation = _reserve(pools, self._needs(held, fresh_count), self._reservation)
+        needs = self._needs(held, fresh_count)
+        if self._reservation is not None:
+            promised = self._reservation.promised
+            needs = {name: max(0, count - promised[name]) for name, count in needs.items()}
+        _make_room(pools, needs)
+        return needs
 
-    def _enter(self, held: PageIds, fresh_count: int, length: int, text: int) -> None:
+    def _enter(
+        self, held: PageIds, fresh_count: int, length: int, text: int, undo: ExitStack
+    ) -> None:
         """Takes `fresh_count` host pages behind the `held` pages, becomes active."""
         pools = self._pools
-        assert self._reservation is not None, "what enters the device has been admitted"
-        fresh = pools.latent.take(fresh_count)
-        pools.ledger.draw(self._reservation, HOST_PAGES, fresh_count)
-        self.host_pages = np.concatenate([held, fresh])
-        new_count = pools.index.new_count(self.host_pages)
-        active = pools.index.activate(self.host_pages, pools.latent)
-        pools.ledger.draw(self._reservation, INDEX_PAGES, new_count)
-        self.line = pools.tables.enter(active, length)
-        pools.tables.set_text(self.line, text)
+        needs = self._admit(held, fresh_count)
+        host_pages = np.concatenate([held, self._take(fresh_count, undo)])
+        assert 0 <= length <= len(host_pages) * PAGE_ROWS, f"{length} rows, {len(host_pages)} pages"
+        new_count = pools.index.new_count(host_pages)
+        line = pools.tables.enter(self._activate(host_pages, undo), length)
+        undo.callback(pools.tables.give_back, line)
+        pools.tables.set_text(line, text)
         if pools.states is not None:
-            pools.states.enter(self.line, self.saved)
+            pools.states.enter(line, self.saved)
+        undo.pop_all()
+        self.host_pages, self.line = host_pages, line
+        needs[HOST_PAGES] -= fresh_count
+        needs[INDEX_PAGES] -= new_count
+        if self._reservation is None:
+            self._reservation = pools.ledger.reserve(needs)
+        else:
+            pools.ledger.extend(self._reservation, needs)
+        if pools.states is not None:
             self._forget_saved()
-        assert 0 <= length <= self.page_count * PAGE_ROWS, f"{length} rows, {self.page_count} pages"
+
+    def _take(self, count: int, undo: ExitStack) -> PageIds:
+        fresh = self._pools.latent.take(count)
+        undo.callback(self._pools.latent.drop, fresh)
+        return fresh
+
+    def _activate(self, host_pages: PageIds, undo: ExitStack) -> PageIds:
+        active = self._pools.index.activate(host_pages, self._pools.latent)
+        undo.callback(self._deactivate, active)
+        return active
+
+    def _deactivate(self, active: PageIds) -> None:
+        """No line names these pages for this holding any more."""
+        pools = self._pools
+        leaving = pools.index.leave(active)
+
+        def free() -> None:
+            pools.sparse.drop_pages(leaving)
+            pools.index.free(leaving)
+
+        pools.inflight.after(free)
 
     def _needs(self, held: PageIds, fresh_count: int) -> dict[str, int]:
         """Refuses what not even empty pools could hold."""
@@ -216,13 +247,7 @@ class Holding:
         assert self._reservation is not None, "what is active has a reservation"
         pools.ledger.release(self._reservation)
         self._reservation = None
-        leaving = pools.index.leave(active)
-
-        def free() -> None:
-            pools.sparse.drop_pages(leaving)
-            pools.index.free(leaving)
-
-        pools.inflight.after(free)
+        self._deactivate(active)
 
     def give_up_first(self, count: int) -> None:
         """The leading host pages go, and the others stay; for a while only."""
@@ -233,17 +258,16 @@ class Holding:
 
     def take_first(self, known: PageIds, fresh_count: int) -> PageIds:
         """Pages before the others again: `known` ones, and behind them fresh ones, which are
-        returned. PoolFull if there is no room; that, or a wait broken off, changes nothing."""
+        returned. PoolFull if there is no room."""
         pools = self._pools
         pools.latent.hold(known)
-        try:
-            reservation = _reserve(pools, {HOST_PAGES: fresh_count})
-        except BaseException:
-            pools.latent.drop(known)
-            raise
-        fresh = pools.latent.take(fresh_count)
-        pools.ledger.release(reservation)
-        self.host_pages = np.concatenate([known, fresh, self.host_pages])
+        with ExitStack() as undo:
+            undo.callback(pools.latent.drop, known)
+            _make_room(pools, {HOST_PAGES: fresh_count})
+            fresh = self._take(fresh_count, undo)
+            host_pages = np.concatenate([known, fresh, self.host_pages])
+            undo.pop_all()
+        self.host_pages = host_pages
         return fresh
 
     def let_go(self) -> None:
@@ -265,17 +289,20 @@ class Holding:
         return {name: max(0, count - promised[name]) for name in (HOST_PAGES, INDEX_PAGES)}
 
     def add(self, count: int, short: dict[str, int]) -> None:
-        """Adds the pages that are `short` of the promise; `grow` has checked that they fit."""
+        """Adds pages, of which some are `short` of the promise; `grow` has checked that they
+        fit."""
         pools, first = self._pools, self.page_count
         assert self._reservation is not None, "what grows is active"
         assert 0 < count <= pools.tables.page_max - first, f"{count} pages behind {first}"
-        pools.ledger.extend(self._reservation, short)
-        fresh = pools.latent.take(count)
-        active = pools.index.activate(fresh, pools.latent)
-        pools.ledger.draw(self._reservation, HOST_PAGES, count)
-        pools.ledger.draw(self._reservation, INDEX_PAGES, count)
-        pools.tables.extend(self.line, first, active)
-        self.host_pages = np.concatenate([self.host_pages, fresh])
+        with ExitStack() as undo:
+            fresh = self._take(count, undo)
+            active = self._activate(fresh, undo)
+            host_pages = np.concatenate([self.host_pages, fresh])
+            pools.tables.extend(self.line, first, active)
+            undo.pop_all()
+        self.host_pages = host_pages
+        for name, missing in short.items():
+            pools.ledger.draw(self._reservation, name, count - missing)
 
     def check(self) -> None:
         """On the device its line names the active page of each host page, and nothing else."""
@@ -306,26 +333,18 @@ def grow(pools: Pools, growths: Iterable[tuple[Holding, int]]) -> None:
     holders = {id(held) for held, _ in missing}
     assert len(holders) == len(missing), "a holding grows twice at once"
     if any(total.values()):
-        pools.ledger.release(_reserve(pools, total))
+        _make_room(pools, total)
     for (held, count), short in zip(missing, shorts, strict=True):
         held.add(count, short)
 
 
-def _reserve(pools: Pools, needs: dict[str, int], held: Reservation | None = None) -> Reservation:
+def _make_room(pools: Pools, needs: dict[str, int]) -> None:
     """Pages still leaving may be the room that is missing: let them land before refusing."""
     try:
-        return _reserved(pools, needs, held)
+        pools.ledger.require_free(needs)
+        return
     except PoolFull:
         if pools.inflight.pending_count == 0:
             raise
     pools.inflight.drain()
-    return _reserved(pools, needs, held)
-
-
-def _reserved(pools: Pools, needs: dict[str, int], held: Reservation | None) -> Reservation:
-    """A reservation of `needs`, or `held`, extended by what it lacks of them."""
-    if held is None:
-        return pools.ledger.reserve(needs)
-    lacking = {name: max(0, count - held.promised[name]) for name, count in needs.items()}
-    pools.ledger.extend(held, lacking)
-    return held
+    pools.ledger.require_free(needs)

@@ -11,7 +11,6 @@ from ess.door.memory.pools import Pools
 from ess.door.owner import Owner
 from ess.door.sequences.progress import Start
 from ess.door.sequences.sequence import Sequence
-from ess.errors import PoolFull
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import Claim
 from ess.pool.ledger import Promise
@@ -83,7 +82,7 @@ def _begin_on_host(
     """Preempted, and loading if the disk has a part of the prefix."""
     try:
         sequence.holding.open_on_host(prefix, page_count)
-    except PoolFull:
+    except BaseException:
         if claim is not None:
             claim.release()
         raise

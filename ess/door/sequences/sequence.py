@@ -412,9 +412,13 @@ class Sequence:
         shared = self.holding.host_pages[: self.length // PAGE_ROWS]
         page_count = max(1, div_ceil(self.length, PAGE_ROWS))
         child.holding.open(shared, page_count, length=self.length, text=self.text_length)
-        if self.length % PAGE_ROWS:
-            self.holding.copy_page(child.holding, len(shared))
-        self.holding.copy_state(child.holding)
+        try:
+            if self.length % PAGE_ROWS:
+                self.holding.copy_page(child.holding, len(shared))
+            self.holding.copy_state(child.holding)
+        except BaseException:
+            child.discard()
+            raise
         if self.progress.is_withheld:
             child.progress.withhold()
         return child

@@ -18,7 +18,8 @@ def begin(
     starts: list[int] | None,
     room: int | None,
 ) -> Step:
-    """PoolFull if the pages for the new rows do not fit: then nothing has changed."""
+    """PoolFull if the pages for the new rows do not fit: then nothing has changed. With any other
+    error no step has begun either."""
     pools = owner.pools
     brought = _brought(owner, sequences, query_counts)
     row_counts = query_counts if brought is None else brought.row_counts
@@ -37,10 +38,11 @@ def begin(
         ends = brought.ends
     grow(pools, [(s.holding, end) for s, end in zip(sequences, ends, strict=True)])
     space = room or sum(query_counts)
-    step = owner.open_step = Step(owner, sequences, query_counts, space, brought)
+    step = Step(owner, sequences, query_counts, space, brought)
+    owner.placement.begin(step)
+    owner.open_step = step
     for sequence, count in zip(sequences, row_counts, strict=True):
         sequence.progress.joined(step.number, count)
-    owner.placement.begin(step)
     return step
 
 

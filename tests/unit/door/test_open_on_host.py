@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from unittest.mock import Mock
-
 import numpy as np
 import pytest
 
 from ess.door import Offload
 from ess.errors import BadState, PoolFull
 from ess.kernels.streams import RowCopy
-from ess.pool.ledger import Ledger
 from tests.support.manual_lane import ManualLane
 from tests.unit.door.test_door import LAYOUT, make
 
@@ -20,13 +17,13 @@ TOKENS = list(range(150))
 def filled(offload: Offload, tokens: list[int], *, on_device: bool, **more):
     """Opened, with rows and keys of all tokens but the last, from what is cached on."""
     sequence = offload.open(tokens, on_device=on_device, **more)
-    count = len(tokens) - 1 - sequence.cached_count
+    count, layout = len(tokens) - 1 - sequence.cached_count, offload._pools.layout
     draw = np.random.default_rng(len(tokens))
-    for layer in range(LAYOUT.layer_total):
-        rows = draw.integers(0, 255, (count, LAYOUT.row_bytes), np.uint8)
+    for layer in range(layout.layer_total):
+        rows = draw.integers(0, 255, (count, layout.row_bytes), np.uint8)
         sequence.import_rows(layer, sequence.cached_count, rows)
-    for group in LAYOUT.groups:
-        keys = draw.integers(0, 255, (count, LAYOUT.index.key_bytes), np.uint8)
+    for group in layout.groups:
+        keys = draw.integers(0, 255, (count, layout.index.key_bytes), np.uint8)
         sequence.import_keys(group[0], sequence.cached_count, keys)
     return sequence
 
@@ -177,16 +174,3 @@ def test_a_wait_for_room_that_is_broken_off_changes_nothing(on_device: bool) -> 
         offload.check()
         assert offload.open([*TOKENS, *[1] * 50], on_device=on_device).cached_count == 64
         offload.check()
-
-
-def test_leading_pages_that_come_back_are_dropped_when_the_wait_for_room_is_broken_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with make() as offload:
-        holding = filled(offload, TOKENS, on_device=False).holding
-        counts, pages = offload._pools.latent.pages.hold_count, holding.host_pages.tolist()
-        monkeypatch.setattr(Ledger, "reserve", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            holding.take_first(holding.host_pages[:1], 1)
-        assert [counts(page) for page in pages] == [1] * len(pages)
-        assert holding.host_pages.tolist() == pages

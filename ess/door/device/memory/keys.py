@@ -115,6 +115,7 @@ class DeviceKeys:
         sources, targets = (
             upload(pages[chosen], self._lane.home) for pages in (host_pages, active)
         )
+        self._lane.keys_under_way = True
         self._lane.submit(
             [
                 RowCopy(
@@ -126,7 +127,6 @@ class DeviceKeys:
                 for layer in range(self.layer_count)
             ]
         )
-        self._lane.keys_under_way = True
 
     def copy_page(self, source: int, target: int) -> None:
         assert source != target, f"page {source} onto itself"

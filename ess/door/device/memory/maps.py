@@ -78,8 +78,8 @@ class DeviceTables(PageTables):
         self.left_count = [0] * len(self.lines)
 
     def extend(self, line: int, first: int, active: PageIds) -> None:
-        super().extend(line, first, active)
         self.maps.set_pages(line, first, active)
+        super().extend(line, first, active)
 
     def set_length(self, line: int, length: int) -> None:
         super().set_length(line, length)

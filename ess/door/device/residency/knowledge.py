@@ -49,10 +49,7 @@ class _Look:
 
 
 class Knowledge:
-    """`new_rows` are those of the step that has begun: it claims their slots before it selects."""
-
     def __init__(self, pools: DevicePools, landings: Landings) -> None:
-        self.new_rows = 0
         self._pools = pools
         self._landings = landings
         self._looks: dict[int, _Look] = {}
@@ -73,7 +70,7 @@ class Knowledge:
         layout = self._pools.layout
         wanted = (0, int(heard.counts("evicted").sum()))
         known = frozenset(s.number for s in sequences if self._answer(s, heard) == wanted)
-        free = self._free(heard)[: layout.main_group_count] - self.new_rows
+        free = self._free(heard)[: layout.main_group_count] - self._landings.new_rows
         for claims in heard.unheard:
             at_most = claims.at_most[: len(free)]
             if claims.new_rows is not None and claims.sequences <= known:

@@ -65,7 +65,7 @@ class UnderWay(NamedTuple):
 
 class Landings:
     """Pieces that are under way land in the order in which they began. None begins while a step is
-    open: then landings are held."""
+    open, which has `new_rows`."""
 
     def __init__(self, pools: DevicePools) -> None:
         self._pools = pools
@@ -85,7 +85,7 @@ class Landings:
         self._residencies: dict[tuple[int, int], Residency] = {}
         self._ticket = 1
         self._landed = 1
-        self.is_held = False
+        self.new_rows = 0
 
     @property
     def is_busy(self) -> bool:
@@ -157,7 +157,7 @@ class Landings:
     def go_on(self) -> None:
         """Starts as many pieces as there are free places, unless a step is open."""
         self.behind()
-        while self._waiting and self._free and not self.is_held:
+        while self._waiting and self._free and not self.new_rows:
             piece = self._waiting.popleft()
             if piece.sequence.state == "active" and piece.stay == self._stay(piece.sequence):
                 self._start(self._free.pop(), piece)
@@ -181,7 +181,7 @@ class Landings:
         while self._under_way:
             self._under_way[0].place.event.wait()
             self.go_on()
-        waiting_count = 0 if self.is_held else len(self._waiting)
+        waiting_count = 0 if self.new_rows else len(self._waiting)
         assert not waiting_count, f"{waiting_count} pieces wait beside free places"
 
     def _start(self, place: LandingPlace, piece: Piece) -> None:

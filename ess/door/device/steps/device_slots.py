@@ -104,7 +104,6 @@ class DeviceSlots:
         assert not self._new.claimed, f"{step!r}: the step before it was not sealed"
         pools.lane.hold_for_keys()
         self._stopwatch.begin()
-        self.knowledge.new_rows, self._landings.is_held = step.query_count, True
         self.settle()
         if max(pools.sparse.ticket, self._landings.ticket) > TICKET_MAX:
             self._landings.restart()
@@ -113,6 +112,7 @@ class DeviceSlots:
         self._write_now(step.query_count)
         for works in (self._works, self._locating.works):
             works.begin(stream=pools.lane.compute)
+        self._landings.new_rows = step.query_count
 
     def _write_now(self, query_count: int) -> None:
         sparse, behind = self.pools.sparse, self._landings.hold_for(query_count)
@@ -252,7 +252,7 @@ class DeviceSlots:
         pools.sparse.ticket += 2 * self._fetches.count
         self._fetches.end()
         self._new.end()
-        self.knowledge.new_rows, self._landings.is_held = 0, False
+        self._landings.new_rows = 0
         self._landings.go_on()
 
     def _count(self, step: Step) -> None:
@@ -303,7 +303,7 @@ class DeviceSlots:
         count = self._fetches.count
         assert self._new.claimed or not count, f"{count} copies of a step that has claimed no slot"
         self._stopwatch.check()
-        if not self.knowledge.new_rows:  # a step that has begun has written its own
+        if not self._landings.new_rows:  # a step that has begun has written its own
             self._write_now(0)
         for residency in self._selects:
             residency.check(self._findings, stream=self.pools.lane.compute)
