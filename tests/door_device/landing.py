@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ess.door.device.memory.arenas import TICKET_MAX
+from ess.errors import BadState
 from ess.kernels.cuda.streams import CudaEvent
 from ess.pool.device_bytes import SEALS
 from ess.pool.lru.cuda import Residency
@@ -207,3 +208,24 @@ def test_a_call_that_is_broken_off_changes_nothing(made, name):  # noqa: F811
     if step is not None:
         step.abandon()
     doors.device.check()
+
+
+def test_windows_select_rows_whose_store_is_under_way(made, late):  # noqa: F811
+    """As on the host, whose rows lie in slots. A row that was never written is refused, and then
+    nothing of the other groups lands."""
+    doors = made(chunks=24, seed=27)
+    mine, landings = doors.open(list(range(70)))[1], doors.device._side.landings
+    step(doors, [doors.sequences[0]], [1], "whole", [1])
+    late.clear()
+    chosen = np.full((LAYOUT.group_count, 1, LAYOUT.top_k), -1, np.int32)
+    chosen[:, 0, :2] = 3, 69
+    assert doors.device._pools.inflight.pending_count
+    mine.warm(chosen)
+    assert late
+    doors.device.drain()
+    latent = doors.device._pools.latent
+    latent.stored[-1, mine.holding.host_pages[0]] ^= np.uint64(1 << 3)
+    with pytest.raises(BadState, match=f"group {LAYOUT.group_count - 1}: 1 of 2 rows were never"):
+        mine.warm(chosen)
+    assert not landings._under_way
+    assert not landings._waiting

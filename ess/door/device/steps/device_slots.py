@@ -272,12 +272,11 @@ class DeviceSlots:
         self.warm_from(sequence, map(last_windows, windows), windows.shape[1])
 
     def warm_from(self, sequence: Sequence, sets: Iterable[WindowSet], window_count: int) -> None:
-        groups = range(self.pools.layout.group_count)
-        for group, (positions, last) in zip(groups, sets, strict=True):
-            chosen = warm_set(positions, last, window_count)
-            rows = self.pools.tables.rows_of(sequence.line, chosen.positions)
-            self._require_stored(group, rows)
-            self._landings.warm(sequence, group, rows, chosen.ages)
+        chosen = [warm_set(positions, last, window_count) for positions, last in sets]
+        rows = [self.pools.tables.rows_of(sequence.line, each.positions) for each in chosen]
+        self._require_stored(rows)
+        for group, (mine, each) in enumerate(zip(rows, chosen, strict=True)):
+            self._landings.warm(sequence, group, mine, each.ages)
         self._landings.go_on()
 
     def fill(self, sequence: Sequence, row_max: int | None) -> int:
@@ -289,13 +288,17 @@ class DeviceSlots:
         self._landings.go_on()
         return min(len(rows), len(rows) if row_max is None else row_max) * layout.group_count
 
-    def _require_stored(self, group: int, rows: RowIds) -> None:
-        are_stored = self.pools.are_stored(group, rows)
-        if not are_stored.all():
-            raise BadState(
-                f"group {group}: {int((~are_stored).sum())} of {len(rows)} rows were never "
-                f"written to the host; the first has row id {int(rows[~are_stored][0])}"
-            )
+    def _require_stored(self, rows: list[RowIds]) -> None:
+        """All of these rows of each group, or BadState. Stores of steps are waited for."""
+        are_stored = self.pools.are_stored
+        if not all(are_stored(group, mine).all() for group, mine in enumerate(rows)):
+            self.pools.inflight.drain()
+        for group, mine in enumerate(rows):
+            if missing := mine[~are_stored(group, mine)].tolist():
+                raise BadState(
+                    f"group {group}: {len(missing)} of {len(mine)} rows were never written to the"
+                    f" host; the first has row id {missing[0]}"
+                )
 
     def check(self) -> None:
         """Audits every group's arrays. It waits for the device."""
