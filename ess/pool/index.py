@@ -34,7 +34,8 @@ class ActivePages(ABC):
 
     @abstractmethod
     def _load(self, host_pages: PageIds, active: PageIds, latent: LatentPool) -> None:
-        """Copies keys of host pages into pages that have just become active."""
+        """Copies keys of host pages into pages that have just become active. Pages without keys
+        may be left out: no sequence reads them."""
 
     @abstractmethod
     def write_keys(self, layer: int, rows: RowIds, keys: Bytes) -> None:
@@ -124,7 +125,8 @@ class IndexPool(ActivePages):
 
     def _load(self, host_pages: PageIds, active: PageIds, latent: LatentPool) -> None:
         assert not latent.is_unsaid, "keys are read before they are said"
-        self.keys.copy_pages(latent.keys, host_pages, active)
+        chosen = latent.have_keys(host_pages)
+        self.keys.copy_pages(latent.keys, host_pages[chosen], active[chosen])
 
     def write_keys(self, layer: int, rows: RowIds, keys: Bytes) -> None:
         self.keys.write(layer, rows, keys)

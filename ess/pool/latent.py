@@ -232,6 +232,11 @@ class LatentPool:
         assert 0 <= key_layer < len(self.keyed), f"key layer {key_layer} of {len(self.keyed)}"
         return _is_marked(self.keyed[key_layer], host_rows)
 
+    def have_keys(self, pages: PageIds) -> npt.NDArray[np.bool_]:
+        """Which of these pages have keys; under test all do, if only poison."""
+        have: npt.NDArray[np.bool_] = (self.keyed[:, pages] != 0).any(axis=0)
+        return have | self._poison
+
     def leading_count(self, pages: PageIds) -> int:
         """Length of the sequence on these pages: leading positions that every main layer has."""
         if len(pages) == 0:

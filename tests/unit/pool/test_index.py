@@ -21,12 +21,15 @@ def keys(count: int, fill: int) -> np.ndarray:
 
 
 def test_activation_loads_the_keys_of_fresh_pages_only(pools):
+    """And of pages that have any."""
     latent, index = pools
+    index.keys.pages.fill(5)
     host = latent.take(2)
-    latent.keys.write(1, np.arange(64, dtype=np.int32) + 64 * host[1], keys(64, 7))
+    latent.write_keys(1, np.arange(64, dtype=np.int32) + 64 * host[1], keys(64, 7))
     active = index.activate(host, latent)
     assert (index.keys.read(1, page_rows(active[1:])) == 7).all()
-    assert (index.keys.read(0, page_rows(active)) == 0).all()
+    assert (index.keys.read(0, page_rows(active[1:])) == 0).all()
+    assert (index.keys.read(0, page_rows(active[:1])) == 5).all(), "a page without keys was loaded"
     index.keys.write(1, page_rows(active[1:]), keys(64, 9))
     again = index.activate(host, latent)
     assert again.tolist() == active.tolist()

@@ -51,7 +51,6 @@ class DeviceKeys:
         self._split = PAGE_ROWS * self._value_bytes
         self._values = _by_key(self.pages[..., : self._split])
         self._scales = _by_key(self.pages[..., self._split :])
-        self._copies_all = poison
 
     @property
     def layer_count(self) -> int:
@@ -104,13 +103,9 @@ class DeviceKeys:
         self.write(layer, self.places(upload(rows, home)), on_device)
 
     def load(self, host_pages: PageIds, active: PageIds, latent: LatentPool) -> None:
-        """Whole pages of the host; pages without keys are left out, since no sequence reads
-        them."""
-        if self._copies_all:
-            chosen = np.arange(len(active))
-        else:
-            chosen = np.flatnonzero(latent.keyed[:, host_pages].any(axis=0))
-        if not self.layer_count or not len(chosen):
+        """Whole pages of the host."""
+        chosen = latent.have_keys(host_pages)
+        if not self.layer_count or not chosen.any():
             return
         sources, targets = (
             upload(pages[chosen], self._lane.home) for pages in (host_pages, active)
