@@ -31,6 +31,10 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
+def text_length(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
+    return sum(len(token_text(tokenizer, token)) for token in tokens)
+
+
 def completion_logprobs(
     tokenizer: Tokenizer,
     tokens: Sequence[int],

@@ -87,10 +87,12 @@ class Answer:
         return self._going_count == 0
 
     def take(self, piece: Piece) -> tuple[int, Delta]:
-        """Turns a piece into text; after a stop string tells the engine to stop too."""
+        """Turns a piece into text; after a stop string tells the engine to stop too. A failure that
+        the engine meets behind the stop is none of the answer."""
         index = self.call.numbers.index(piece.number)
         generation = self.generations[index]
-        self.raise_if_refused(piece)
+        if generation.finish is None:
+            self.raise_if_refused(piece)
         delta = generation.feed(piece)
         if delta.tokens:
             self._times.tokens(index, len(delta.tokens), self.call.heard_at_s)
@@ -374,7 +376,8 @@ async def _stream(grown: Answer, receive: Receive, writer: Writer) -> Response:
 
     if not await first_of(wait(), gone(receive)):
         return _lost_answer(grown)
-    for piece in first:
+    firsts = {piece.number: piece for piece in reversed(first)}
+    for piece in firsts.values():
         grown.raise_if_refused(piece)
     return EventStream(grown, writer, first)
 

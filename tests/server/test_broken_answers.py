@@ -9,7 +9,8 @@ import openai
 import pytest
 
 from ess.engine.process.fake_engine import PacedRequest
-from ess.engine.process.messages import Piece
+from ess.engine.process.messages import Add, Piece, Progress, ToEngine
+from ess.engine.process.wire import SocketWire
 from ess.server.process.requests.kept_responses import KeptResponses
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
 from tests.support.crowd import Crowd
@@ -43,6 +44,29 @@ def test_before_the_first_token_it_is_a_status(is_stream: bool):
         made.close()
     assert (answer.status, error["type"]) == (500, "server_error")
     assert (error["code"], error["message"]) == ("numerical_error", WHY)
+
+
+class BreakingAtOnce(PacedEngine):
+    """Tokens and the failure behind them are one message, so no abort comes between them."""
+
+    def obey(self, message: ToEngine, wire: SocketWire) -> None:
+        if not isinstance(message, Add):
+            return super().obey(message, wire)
+        said = Piece(message.number, tuple(TOKENIZER.encode("one two three")), cached_count=0)
+        failed = Piece(message.number, reason="failed", sentence=WHY, is_ours=True)
+        wire.give(Progress((said, failed)))
+
+
+def test_behind_a_stop_string_it_is_no_part_of_the_answer():
+    asked = {"prompt": [7, 8], "max_tokens": 9, "stop": " two", "n": 2}
+    with Served(BreakingAtOnce(saying(""))) as served:
+        asks = [{**asked, "stream": is_stream} for is_stream in (False, True)]
+        with Crowd(served.url, asks) as going:
+            until(lambda: all(map(going.is_over, range(2))), "their ends")
+    for answer in map(told, going.texts):
+        assert [choice.text for choice in answer.choices.values()] == ["one", "one"]
+        assert {choice.finish for choice in answer.choices.values()} == {"stop"}
+        assert answer.error == ""
 
 
 def test_in_a_stream_it_is_an_event_and_the_other_stream_goes_on():

@@ -220,8 +220,10 @@ def test_a_token_is_among_the_likeliest_of_its_place():
 
 
 def test_an_echo_with_logprobs_has_those_of_the_prompt(served: Served):
-    """The very first token has none. A stream says the same, the prompt before the first token."""
+    """The very first token has none. A stream says the same, the prompt before the first token,
+    where text comes later than its tokens too: it may begin a stop string."""
     asked = {"model": "test-model", "prompt": "hello there", "echo": True, "logprobs": 2}
+    asked["stop"] = "Names of"
     whole = client(served).completions.create(**asked, max_tokens=3).choices[0]
     count = len(served.engine.adds[-1].prompt)
     assert served.engine.adds[-1].sampling.prompt_logprobs == 2

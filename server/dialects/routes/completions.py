@@ -15,7 +15,7 @@ from ess.errors import BadInput
 from ess.server.dialects import sampling_params, schemas
 from ess.server.dialects.answers import begin_answer
 from ess.server.dialects.generation import Delta, Generation
-from ess.server.dialects.logprobs import completion_logprobs, prompt_logprobs
+from ess.server.dialects.logprobs import completion_logprobs, prompt_logprobs, text_length
 from ess.server.dialects.streaming import Answer, Writer, event, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.responses import JSON
@@ -158,7 +158,7 @@ class CompletionWriter(Writer):
         self._counts = bool(options and options.continuous_usage_stats)
         has_text_only = shape.ask.logprobs is None and not shape.ask.return_token_ids
         self._is_plain = has_text_only and not self._counts
-        self._told_chars = [0] * len(shape.grown.generations)
+        self._offsets = [0] * len(shape.grown.generations)
         self._has_echoed = [False] * len(shape.grown.generations)
         self._has_told_prompt = [False] * len(shape.grown.generations)
         marked = {**shape.head, "choices": [{"index": 0, "text": ""}]}
@@ -198,18 +198,16 @@ class CompletionWriter(Writer):
         delta: Delta,
         echoed: tuple[list[int], list[Chance | None]] = ([], []),
     ) -> dict[str, Any]:
-        tokens, chances = echoed
-        offset = self._told_chars[index]
-        self._told_chars[index] += len(delta.text)
+        tokens, chances = [*echoed[0], *delta.tokens], [*echoed[1], *delta.chances]
         choice: dict[str, Any] = {
             "index": index,
             "text": delta.text,
-            "logprobs": self._shape.logprobs(
-                [*tokens, *delta.tokens], [*chances, *delta.chances], offset
-            ),
+            "logprobs": self._shape.logprobs(tokens, chances, self._offsets[index]),
             "finish_reason": delta.finish,
             "stop_reason": delta.stopped_by,
         }
+        if self._shape.ask.logprobs is not None:
+            self._offsets[index] += text_length(self._shape.service.tokenizer, tokens)
         if self._shape.ask.return_token_ids:
             choice["token_ids"] = delta.tokens
             if not self._has_told_prompt[index]:
