@@ -96,6 +96,14 @@ class Room:
         with contextlib.suppress(OSError):
             self.link.send({"verb": "close", "number": number})
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its process has ended. Once it has compiled, it says nothing of its own."""
+        try:
+            return self.is_compiled and self.link.poll() is not None
+        except OSError:
+            return True
+
 
 class Grammars:
     """Has grammars compiled for one vocabulary, two at a time, and keeps the processes of those
@@ -149,9 +157,10 @@ class Grammars:
     def renewed(self, room: Room) -> Room:
         """Another room for its grammar, whose process was lost; the error that matcher() raises,
         or Unavailable after `RENEWAL_S` without any room. Where many were lost, that holds for all
-        of them together."""
-        if self._rooms.get(room.grammar) is room:
-            self._blame(room, f"takes more than {grammar_child.STEP_CPU_S:g} s for one token")
+        of them together. A successor may have been lost too, before it was asked."""
+        known = self._rooms.get(room.grammar)
+        if known is room or (known is not None and known.is_lost):
+            self._blame(known, f"takes more than {grammar_child.STEP_CPU_S:g} s for one token")
         self.want(room.grammar)
         self._wanted.move_to_end(room.grammar, last=False)
         now_s = time.monotonic()

@@ -315,6 +315,17 @@ def test_a_killed_process_is_replaced_and_nobody_notices(fresh, whom):
     assert not is_running(own)
 
 
+def test_a_process_is_replaced_whose_successor_was_killed_too(fresh):
+    """The second follower asks for the first time when two were lost."""
+    followers = [matcher("regex", "(ab)*c", by=fresh) for _ in range(2)]
+    for follower in followers:
+        [own] = processes(fresh)
+        os.kill(own, signal.SIGKILL)
+        wait_for_end(own)
+        assert texts(follower.allowed([], [])[0]) >= {"a", "c"}
+        assert follower.failure == ""
+
+
 def test_a_process_killed_while_it_compiles_is_replaced_once(fresh):
     grammar = Grammar("json_schema", ENDLESS)
     fresh.want(grammar)
