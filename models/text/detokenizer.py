@@ -13,6 +13,9 @@ import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ess.errors import BadInput
+from ess.units import shown
+
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer
 
@@ -31,11 +34,14 @@ class Detokenizer:
 
         Where no character has begun, an id that is whole characters by itself is its own text.
         """
-        if self._is_whole and len(ids) == 1 and ids[0] not in self._skipped:
-            text = self._tokenizer.text_of(ids[0])
-            if text is not None:
-                return text
-        fresh = (self._tokenizer.bytes_of(i) for i in ids if i not in self._skipped)
+        try:
+            if self._is_whole and len(ids) == 1 and ids[0] not in self._skipped:
+                text = self._tokenizer.text_of(ids[0])
+                if text is not None:
+                    return text
+            fresh = [self._tokenizer.bytes_of(i) for i in ids if i not in self._skipped]
+        except TypeError as error:
+            raise BadInput(f"ids is {shown(ids)}, must be a list of token ids") from error
         text = self._decoder.decode(b"".join(fresh))
         self._is_whole = self.waiting == 0
         return text

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +66,19 @@ def test_the_next_process_finds_the_pages(tmp_path: Path) -> None:
     assert made.opened == ""
     assert all(loaded(made, text) for text in texts(range(9)))
     made.close()
+
+
+def test_a_capacity_may_be_written_and_other_arguments_are_refused_by_name(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"identity": b"", "page_bytes": 5000, "capacity_bytes": "64MiB"}
+    made = DiskTier(tmp_path, **given)
+    assert made.uses.page_max == (64 << 20) // 8192
+    made.close()
+    wrong = {"identity": "x", "page_bytes": "5k", "capacity_bytes": 1e9}
+    for name, value in wrong.items():
+        with pytest.raises(BadInput, match=f"{name}.*{value}"):
+            DiskTier(tmp_path, **{**given, name: value})
+    with pytest.raises(BadInput, match="page_bytes is 0, must be a layout's host_page_bytes"):
+        DiskTier(tmp_path, **{**given, "page_bytes": 0})
 
 
 def test_it_is_bounded_and_the_one_used_longest_ago_gives_way(made: DiskTier) -> None:

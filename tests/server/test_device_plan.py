@@ -107,6 +107,16 @@ def test_other_devices_are_refused(given: dict[str, str], says: str):
         resolve(given, environment={})
 
 
+def test_a_length_in_which_no_graph_can_be_captured_is_refused_before_weights_are_loaded():
+    says = (
+        "max_model_len is 4, but graphs are captured with requests of 5 tokens, with mtp 2: give 5"
+    )
+    with pytest.raises(BadInput, match=says):
+        planned(max_model_len="4", mtp=2)
+    assert planned(max_model_len="5", mtp=2).length_max == 5
+    assert planned(max_model_len="2", mtp=2, graphs=0).length_max == 2
+
+
 def test_a_share_of_a_device_says_nothing_of_a_host():
     given = {"device_bytes": "0.9", "graph_sizes": "1,2"}
     assert resolve(given, environment={}).notes == (

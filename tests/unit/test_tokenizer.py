@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,9 @@ def test_special_tokens_and_strange_ids(tokenizer: Tokenizer) -> None:
     ]
     assert tokenizer.decode([begin or 0, think]) == "<think>"
     assert tokenizer.bytes_of(len(tokenizer) + 5) == b""
+    for ids in (("a",), [[1, 2]], 5):
+        with pytest.raises(BadInput, match=re.escape(f"ids is {ids!r}, must be a list of token")):
+            Detokenizer(tokenizer).push(ids)  # type: ignore[arg-type]
     assert tokenizer.id_of("no such token") is None
     with pytest.raises(BadInput, match="-1 is not a token id"):
         tokenizer.decode([-1])

@@ -17,6 +17,18 @@ GraphCount = Literal["auto"] | int
 GRAPHS_MIN: Final = 64
 KINDS: Final = 4
 """Of one bucket with all drafts, or with none: drawn or greedy, all rows in slots or not."""
+EAGER_STEPS: Final = 1
+STEPS: Final = 1 + EAGER_STEPS
+"""Of a kind until it is captured."""
+
+
+def rehearsed_length(given: GraphCount, *, verified_max: int) -> int:
+    """Positions of the request with which steps are rehearsed: a token, and those of its steps.
+
+    >>> rehearsed_length("auto", verified_max=2), rehearsed_length(0, verified_max=2)
+    (5, 0)
+    """
+    return 1 + STEPS * verified_max if given else 0
 
 
 def default_sizes(largest: int) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ from functools import partial
 from itertools import product
 from typing import Final
 
-from ess.engine.graphs.replays import EAGER_STEPS, Replays, StepForm
+from ess.engine.graphs.buckets import STEPS
+from ess.engine.graphs.replays import Replays, StepForm
 from ess.engine.plan import Turn
 from ess.engine.ranks.agreement import StepNeeds
 from ess.engine.requests.request import Request
@@ -29,8 +30,6 @@ from ess.engine.step.way import WholeModel
 from ess.engine.tokens.sampling import Sampling
 from ess.overlap.policy import Vector
 
-STEPS: Final = 1 + EAGER_STEPS
-"""Until a kind is captured."""
 TURNS: Final = (0, 1)
 """Ranks that decode so that the others stand by, in turn."""
 TEMPERATURES: Final = (1.0, 0.0)

@@ -43,7 +43,7 @@ import torch
 
 from ess.door import Step
 from ess.door.steps.step_answers import Recording
-from ess.engine.graphs.buckets import bucket_of
+from ess.engine.graphs.buckets import EAGER_STEPS, bucket_of
 from ess.engine.layers.batch import Course
 from ess.engine.plan import Turn
 from ess.engine.process.messages import GraphLine
@@ -56,7 +56,6 @@ from ess.overlap.timeline import Stopwatch
 
 Cause = Literal["host logits", "no bucket", "verified", "first steps", "memory"]
 
-EAGER_STEPS: Final = 1
 KINDS_MAX: Final = 1024
 
 Cuda: Any = torch.cuda

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ess.errors import BadState
+from ess.errors import BadInput, BadState
 from ess.pool.capacity import whole_count
 from ess.pool.disk.folder import DiskFolder
 from ess.pool.disk.records import Records
 from ess.pool.disk.slab import Parts, checksum
 from ess.pool.disk.writer import Copy, Note, Writer, unsaid
+from ess.units import parse_size, shown
 
 READERS: Final = 2
 READ_MAX: Final = 8
@@ -56,14 +57,19 @@ class DiskTier:
         *,
         identity: bytes,
         page_bytes: int,
-        capacity_bytes: int,
+        capacity_bytes: int | str,
         note: Note = unsaid,
     ) -> None:
-        """`identity` covers all that a page's bytes depend on besides its text. `note` is called,
-        in the tier's or the caller's thread, when pages are damaged and when the disk takes no
-        more."""
+        """`identity` covers all that a page's bytes depend on besides its text; `capacity_bytes`
+        may be written as "64MiB". `note` is called, in the tier's or the caller's thread, when
+        pages are damaged and when the disk takes no more."""
+        if not isinstance(identity, bytes):
+            raise BadInput(f"identity is {shown(identity)}, must be bytes")
+        if type(page_bytes) is not int or page_bytes < 1:
+            raise BadInput(f"page_bytes is {shown(page_bytes)}, must be a layout's host_page_bytes")
+        capacity = parse_size(capacity_bytes, "capacity_bytes")
         stride = page_bytes + -page_bytes % 4096
-        record_max = whole_count("prefix_cache_disk", capacity_bytes, stride)
+        record_max = whole_count("prefix_cache_disk", capacity, stride)
         self.page_bytes = page_bytes
         self._folder = DiskFolder(
             Path(folder), identity=identity, page_bytes=page_bytes, record_max=record_max

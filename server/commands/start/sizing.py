@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from ess.engine.graphs.buckets import rehearsed_length
 from ess.errors import BadInput, EssError, Unavailable
 from ess.free_resources import memory_free
 from ess.kernels.served import LOGIT_BYTES, SELECT_BYTES
@@ -152,6 +153,12 @@ def asked_length(settings: Settings, positions_max: int) -> int:
     if not 2 <= length_max <= positions_max:
         raise BadInput(
             f"max_model_len is {length_max:,}, must be 2 to {positions_max:,} for this model"
+        )
+    rehearsed = rehearsed_length(settings.graphs, verified_max=settings.mtp)
+    if settings.device != "cpu" and length_max < rehearsed:
+        raise BadInput(
+            f"max_model_len is {length_max:,}, but graphs are captured with requests of"
+            f" {rehearsed} tokens, with mtp {settings.mtp}: give {rehearsed} or more, or graphs 0"
         )
     return length_max
 
