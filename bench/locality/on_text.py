@@ -54,7 +54,7 @@ def locality_benchmark(
     text: Path | None = None,
     record: Path | None = None,
     plot: Path | None = None,
-    model: str = "",
+    model: str | None = None,
     top_k: int = 256,
     smoke: bool = False,
 ) -> list[Row]:

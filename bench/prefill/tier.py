@@ -38,7 +38,7 @@ def prefill_benchmark(
     turns: bool = False,
     serving: bool = False,
     length: str = "4k",
-    router: str = "",
+    router: str | None = None,
     smoke: bool = False,
 ) -> list[Row]:
     """A real pipeline and its stage times on a virtual clock; sends; chunk sizes; memory.
@@ -72,7 +72,7 @@ def prefill_benchmark(
         raise BadInput(f"a prompt of {shortest} tokens: at least {LENGTH_MIN} are two pages")
     check_memory(max(each, context, *run, *measured))
     if turns or serving:
-        return _other_benchmarks(turns, serving, each, router, chunk, smoke=smoke)
+        return _other_benchmarks(turns, serving, each, router or "", chunk, smoke=smoke)
     if smoke:
         arms = arms_of([1, 2], 640, 128, rounds=1)
         return [

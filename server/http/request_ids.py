@@ -19,7 +19,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.server.dialects.legs import leg_of
 from ess.server.dialects.schemas import Generated
-from ess.server.http.responses import is_of_messages
+from ess.server.http.responses import is_of_anthropic
 from ess.server.process.bounds import NAME_CHARS_MAX
 from ess.server.process.requests.call import Call
 from ess.server.process.service import Service
@@ -35,6 +35,7 @@ def address(headers: Mapping[bytes, bytes]) -> dict[str, Any]:
         "request_id": request_id.decode() if NAME.fullmatch(request_id) else secrets.token_hex(16),
         "session_id": session_id.decode() if NAME.fullmatch(session_id) else "",
         "trace": "",
+        "has_version": b"anthropic-version" in headers,
     }
     parent = PARENT.fullmatch(headers.get(b"traceparent", b""))
     if parent is not None:
@@ -53,7 +54,7 @@ def headers_of(state: Mapping[str, Any], path: str) -> list[tuple[bytes, bytes]]
     """The headers of the answer; Anthropic's clients know the id as `request-id`."""
     said = (
         (b"x-request-id", state["request_id"]),
-        (b"request-id", state["request_id"] if is_of_messages(path) else ""),
+        (b"request-id", state["request_id"] if is_of_anthropic(path, state) else ""),
         (b"x-session-id", state["session_id"]),
         (b"traceparent", state["trace"]),
     )

@@ -1,5 +1,5 @@
 """Answers that are not streams: JSON, and errors in the form of OpenAI clients, or of Anthropic's
-at /v1/messages.
+at /v1/messages and for clients that send `anthropic-version`.
 
     {"error": {"message", "type", "param", "code"}}
     {"type": "error", "error": {"type", "message"}, "request_id"}
@@ -128,6 +128,11 @@ def is_of_messages(path: str) -> bool:
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
+def is_of_anthropic(path: str, state: Mapping[str, Any]) -> bool:
+    """Whether a client of Anthropic asks: it names its version, also where it asks for models."""
+    return is_of_messages(path) or state["has_version"]
+
+
 def messages_error(error: EssError, request_id: str) -> tuple[int, dict[str, Any]]:
     """The status and body of an error in Anthropic's form, which streams have too."""
     status, body = error_body(error)
@@ -138,8 +143,8 @@ def messages_error(error: EssError, request_id: str) -> tuple[int, dict[str, Any
 
 
 def error_answer(error: EssError, scope: Scope | None = None) -> Response:
-    """The answer to the request of `scope`, in the form of its path."""
-    if scope is not None and is_of_messages(scope["path"]):
+    """The answer to the request of `scope`, in the form of its client."""
+    if scope is not None and is_of_anthropic(scope["path"], scope["state"]):
         status, body = messages_error(error, scope["state"]["request_id"])
     else:
         status, body = error_body(error)

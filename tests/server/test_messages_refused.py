@@ -118,6 +118,11 @@ def test_every_refusal_has_this_form():
         assert kind_of(long) == (413, "request_too_large")
         named = exchange(served, PATH, {**body, "n": 2}, **key, **{"X-Request-Id": "mine"})
         assert (named[1]["request-id"], json.loads(named[2])["request_id"]) == ("mine", "mine")
+        version = {"anthropic-version": "2023-06-01", "X-Request-Id": "mine", **key}
+        for path in ("/v1/models/x", "/v1/files"):
+            absent = exchange(served, path, None, method="GET", **version)
+            assert kind_of(absent) == (404, "not_found_error")
+            assert absent[1]["request-id"] == json.loads(absent[2])["request_id"] == "mine"
 
 
 def test_a_prefix_changes_no_form():
