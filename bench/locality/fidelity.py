@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from ess import console
 from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row
 from ess.sim import published
@@ -63,6 +64,7 @@ def layer_curves(sample: Sample, context: int) -> dict[int, MissCurve]:
     """Curves from full arenas: the slots of a long-running request are never empty."""
     curves = {}
     for layer in sample.layers():
+        console.note(f"  miss curve of layer {layer}, context {context:,} ...")
         workload = generated(
             sample.load(context), profiles.profile(layer), layer=layer, window_count=0
         )

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ess import console
 from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row, compare
 from ess.bench.locality import lru_bruteforce
@@ -88,6 +89,7 @@ def _replayed() -> Row:
 
 
 def every_policy(workload: Workload, *, slots: int) -> dict[str, Policy]:
+    console.note(f"  every policy, {slots:,} slots, {workload.step_count} steps ...")
     future = next_uses(workload)
     return {
         "lru": PlannerArena(workload, slots=slots, top_k=TOP_K),
