@@ -101,8 +101,8 @@ def resident_bytes() -> int:
 
 
 class Garbage:
-    """Engines lie in cycles with their pools, of few objects and many bytes: Python, which counts
-    objects, would leave gigabytes of them lying."""
+    """What lies in cycles with pools, as workers' leads and errors with their frames do, is of few
+    objects and many bytes: Python, which counts objects, would leave gigabytes of them lying."""
 
     def __init__(self) -> None:
         self._left_bytes = resident_bytes()

@@ -87,14 +87,9 @@ class Engine:
         self._entry = Entry(model.config, tokenizer)
         self._roster: Roster[Request] = Roster()
         self._loads = Loads(self._roster, offload)
-        self._admission = Admission(
-            self._roster,
-            opens=self._loads.with_room(lambda request: self._transitions.open(request)),
-            resumes=self._loads.with_room(lambda request: self._transitions.resume(request)),
-            tpot_ms=config.tpot_ms,
-        )
+        self._admission = Admission(self._roster, tpot_ms=config.tpot_ms)
         self._handoffs = Handoffs(port, self.runner, config, on_end=self._admission.ask_again)
-        self._intake = Intake(self, self._roster, on_first=self._admission.ask_again)
+        self._intake = Intake(self._roster, on_first=self._admission.ask_again)
         self._ranks = ranks or Alone()
         self._flights = Flights(
             self.runner, config, clock=self._clock, ranks=self._ranks, way=self._way
@@ -109,6 +104,8 @@ class Engine:
             handoffs=self._handoffs,
             flights=self._flights,
         )
+        self._open = self._loads.with_room(self._transitions.open)
+        self._resume = self._loads.with_room(self._transitions.resume)
         self._made: list[NewTokens] = []
         self._is_closed = False
 
@@ -161,7 +158,7 @@ class Engine:
         self._intake.require_own(request)
         if request.state != "preempted":
             raise BadState(f"request {request.number} is {request.state}, not preempted")
-        self._loads.with_room(self._transitions.resume)(request)
+        self._resume(request)
 
     @property
     def preempted_count(self) -> int:
@@ -219,7 +216,8 @@ class Engine:
         self.pump()
         for request in self._entry.compiled():
             self._enter(request)
-        self._admission.admit(step_count=self.step_count, limit=self.pace.batch_limit)
+        limit = self.pace.batch_limit
+        self._admission.admit(self._open, self._resume, step_count=self.step_count, limit=limit)
         plan = self._launch()
         scored = self._prefill(plan.chunks)
         self._learn(depth if plan.turns else 0)

@@ -102,10 +102,8 @@ class Lead:
             refused=lambda request: self._finish(request, "refused"),
         )
         self._openings = openings
-        self._admission = Admission(
-            self._roster, opens=openings.open, resumes=openings.resume, tpot_ms=0.0
-        )
-        self._intake = Intake(self, self._roster, on_first=self._ask_again)
+        self._admission = Admission(self._roster, tpot_ms=0.0)
+        self._intake = Intake(self._roster, on_first=self._ask_again)
         self._batches = Batches(self.stages.count)
         self._running_max = config.max_running
         self._may_admit = False
@@ -227,7 +225,8 @@ class Lead:
         self.pump()
         if self._may_admit:
             self._may_admit = False
-            self._admission.admit(step_count=self.step_count, limit=self._running_max)
+            opens, resumes, limit = self._openings.open, self._openings.resume, self._running_max
+            self._admission.admit(opens, resumes, step_count=self.step_count, limit=limit)
         parts = self._next_parts()
         chunks = tuple(map(self._chunk, [part for part in parts if part.stop > part.start]))
         if parts:

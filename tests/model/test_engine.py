@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import pytest
 
@@ -227,6 +229,31 @@ def test_a_request_of_another_engine_is_refused():
     run(other)
     for request in requests:
         assert request.output == expected("v32", 20, 4)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_memory_of_a_closed_engine_goes_without_a_search_for_garbage(depth):
+    """Its objects are few, so Python would search late. A request that the caller keeps, one that
+    shares its prompt and one that was preempted and cancelled hold nothing of it."""
+    eng = engine("v32", mtp=2, depth=depth)
+    kept = eng.add(prompt(70), Sampling(tokens_max=4))
+    follower = eng.add(prompt(70), Sampling(tokens_max=4), leader=kept)
+    left = eng.add(prompt(90), Sampling(tokens_max=40))
+    while left.state != "decoding":
+        eng.step()
+    eng.preempt(left)
+    eng.cancel(left)
+    run(eng)
+    eng.close()
+    eng.offload.close()
+    gone = [weakref.ref(each) for each in (eng, eng.offload, eng.offload.owner, eng.runner)]
+    gc.disable()
+    try:
+        del eng
+        assert [each() for each in gone] == [None] * len(gone)
+    finally:
+        gc.enable()
+    assert kept.output == follower.output == expected("v32", 70, 4)
 
 
 @pytest.mark.parametrize("is_preempted", [False, True])

@@ -102,11 +102,11 @@ def test_one_that_has_landed_waits_for_the_pace_and_nobody_waits_behind_it():
     def resumes(request: Request) -> None:
         roster.move(request, "prefilling")
 
-    admission = Admission(roster, opens=opens, resumes=resumes, tpot_ms=50.0)
-    admission.admit(step_count=0, limit=1)
+    admission = Admission(roster, tpot_ms=50.0)
+    admission.admit(opens, resumes, step_count=0, limit=1)
     assert landed.state == "preempted"
     assert admission.refusal.limiter == TPOT
-    admission.admit(step_count=0, limit=2)
+    admission.admit(opens, resumes, step_count=0, limit=2)
     assert landed.state == "prefilling"
 
 

@@ -30,12 +30,9 @@ Act = Callable[[Request], None]
 class Admission:
     """`refusal` says what the first request that must come in later is short of."""
 
-    def __init__(
-        self, roster: Roster[Request], *, opens: Act, resumes: Act, tpot_ms: float
-    ) -> None:
+    def __init__(self, roster: Roster[Request], *, tpot_ms: float) -> None:
         self.refusal: PoolFull | None = None
         self._roster = roster
-        self._open, self._resume = opens, resumes
         self._tpot_ms = tpot_ms
         self._resume_step = 0
         self._is_full = False
@@ -60,20 +57,21 @@ class Admission:
         """A request was preempted in this step, for lack of room."""
         self._resume_step = step_count + PAUSE_STEPS
 
-    def admit(self, *, step_count: int, limit: int) -> None:
-        """Lets waiting requests in while the pools have room and fewer than `limit` run."""
+    def admit(self, opens: Act, resumes: Act, *, step_count: int, limit: int) -> None:
+        """Lets waiting requests in while the pools have room and fewer than `limit` run. The acts
+        are not kept: their owner keeps this one, and a cycle would outlive a closed engine."""
         if self._is_full and self.running_count:
             return
         self._is_full, self.refusal = False, None
         try:
-            if self._resume_displaced(step_count, limit):
+            if self._resume_displaced(resumes, step_count, limit):
                 while (request := self._roster.first_waiting()) is not None:
                     self._refuse_if_slow(limit)
-                    self._open(request)
+                    opens(request)
         except PoolFull as refusal:
             self.refusal = refusal
             self._is_full = refusal.limiter != TPOT
-            self._expect_ahead()
+            self._expect_ahead(opens)
 
     def fork(self, leader: Request, followers: Iterable[Request], *, limit: int) -> list[Request]:
         """The followers that run now, as far as there is room; the others wait."""
@@ -100,18 +98,18 @@ class Admission:
             sentence = f"{limit} requests fit into {self._tpot_ms} ms per token"
             raise PoolFull(limiter=TPOT, needed=1, free=0, sentence=sentence)
 
-    def _resume_displaced(self, step_count: int, limit: int) -> bool:
+    def _resume_displaced(self, resumes: Act, step_count: int, limit: int) -> bool:
         """Whether all that wait for the device run again; before that no request is admitted."""
         for request in self.displaced():
             if self.running_count and step_count < self._resume_step:
                 return False
             if request.has_come:
                 self._refuse_if_slow(limit)
-            self._resume(request)
+            resumes(request)
         assert not self.displaced(), "a request is admitted before a preempted one is resumed"
         return True
 
-    def _expect_ahead(self) -> None:
+    def _expect_ahead(self, opens: Act) -> None:
         """Rows that come from elsewhere need nothing of the device until they are there. So their
         requests are admitted behind those that have landed and wait for the device. They are not
         admitted behind a preempted request, which needs the host pages of its growth back."""
@@ -120,4 +118,4 @@ class Admission:
                 request = self._roster.first_waiting()
                 if request is None or not request.lands:
                     return
-                self._open(request)
+                opens(request)

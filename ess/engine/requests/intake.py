@@ -55,14 +55,13 @@ def check_kinds(sampling: Sampling | None, options: RequestOptions) -> None:
 
 
 class Intake:
-    """The waiting requests of one `owner`; `on_first` is called when a request has become the
-    first that waits."""
+    """The waiting requests of one engine; `on_first` is called when a request has become the first
+    that waits. The sign by which a request knows its engine refers to nothing: a request that the
+    caller keeps does not keep the engine's memory."""
 
-    def __init__(
-        self, owner: object, roster: Roster[Request], *, on_first: Callable[[], None]
-    ) -> None:
+    def __init__(self, roster: Roster[Request], *, on_first: Callable[[], None]) -> None:
         self.followers = Followers()
-        self._owner = owner
+        self._owner = object()
         self._roster = roster
         self._on_first = on_first
         self._made_count = 0
