@@ -88,6 +88,11 @@ class Child:
         except ChildProcessError:
             return False
 
+    @property
+    def has_ended(self) -> bool:
+        """Its output may still be open, in a process that it has started."""
+        return self._process.returncode is not None
+
     async def ended(self) -> End:
         """Waits until the process has ended."""
         code = await self._process.wait()

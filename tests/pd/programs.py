@@ -49,6 +49,16 @@ def leaves_a_child() -> None:
     listens()
 
 
+def leaves_its_output() -> None:
+    """To a child, which has it open until the file it gets is there, or for two minutes."""
+    if not os.fork():
+        signal.alarm(120)
+        while not Path(sys.argv[1]).exists():
+            time.sleep(0.01)
+        os._exit(0)
+    listens()
+
+
 def write(file: Path, line: str) -> None:
     with file.open("a") as lines:
         lines.write(line + "\n")

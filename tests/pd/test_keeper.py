@@ -313,6 +313,28 @@ def test_a_process_that_does_not_end_is_killed(capsys: pytest.CaptureFixture[str
     assert "is gone" not in said
 
 
+def test_what_has_ended_is_not_killed_while_its_last_words_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(keepers, "LAST_S", 60.0)
+
+    async def work() -> None:
+        kept = made("leaves_its_output", str(tmp_path / "end"))
+        kept.start()
+        await kept.ready.wait()
+        child = kept._child
+        os.kill(kept.pid, signal.SIGTERM)
+        while not child.has_ended:
+            await asyncio.sleep(0.01)
+        await kept.end(within_s=0.05)
+        (tmp_path / "end").touch()
+        while not child._process._transport.is_closing():
+            await asyncio.sleep(0.01)
+
+    run(work)
+    assert "is killed" not in capsys.readouterr().err
+
+
 def test_an_end_in_a_pause_needs_no_wait():
     async def work() -> None:
         kept, keeping = await between_two_lives()

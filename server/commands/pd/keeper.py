@@ -85,8 +85,9 @@ class Keeper:
             self._child.ask_to_end(by)
             await asyncio.wait([self._keeping], timeout=within_s)
         if self._child is not None:
-            console.note(f"ess: {self.name} has not ended within {within_s:g} s and is killed")
-            self.kill()
+            if not self._child.has_ended:
+                console.note(f"ess: {self.name} has not ended within {within_s:g} s and is killed")
+                self.kill()
             await asyncio.wait([self._keeping], timeout=within_s)
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
