@@ -26,9 +26,10 @@ from ess.models.load import load_model
 from ess.models.model import Model
 from ess.models.plain import Plain
 from ess.models.text.tokenizer import Tokenizer, byte_alphabet
-from ess.server.commands.start.files.checkpoint import read_checkpoint
+from ess.server.commands.start.files.checkpoint import held_bytes, read_checkpoint
 from tests.support.built import needs_native
 from tests.support.greedy import continued
+from tests.support.held import engine_bytes
 
 gguf = pytest.importorskip("gguf", reason="extra `guest` (gguf) is not installed")
 
@@ -190,6 +191,14 @@ def test_an_engine_computes_with_codes(made) -> None:
     assert (near - wanted).norm() < (far - wanted).norm() < 0.05 * wanted.norm()
     assert torch.equal(near[:2], made_by(model, layout, hidden[:2]))
     assert (model.ending([hidden])[1] - exact.ending([hidden])[1]).abs().max() < 0.05
+
+
+@needs_native
+def test_a_plan_says_what_an_engine_with_codes_holds(made) -> None:
+    """The padding of rows, of which this model has many, is counted as bfloat16 there."""
+    checkpoint = read_checkpoint(str(made()))
+    held = engine_bytes(Path(checkpoint.path), "bf16")
+    assert held <= held_bytes(checkpoint, "bf16") < 1.2 * held
 
 
 def made_by(model: Model, layout: ModelLayout, hidden: torch.Tensor) -> torch.Tensor:

@@ -109,8 +109,10 @@ def _padding(config: ModelConfig, entries: Mapping[str, Entry], form: str, part:
         return 0
     kept = config.key_head_count * config.value_dim
     rows = config.latent_dim - 2 * kept + config.rope_dim
-    stored = entries["model.layers.0.self_attn.k_proj.weight"].dtype
-    size = COMPUTED.get(form) or (BF16_BYTES if stored == FP8 else DTYPE_BYTES[stored])
+    size = COMPUTED.get(form)
+    if size is None:
+        stored = entries["model.layers.0.self_attn.k_proj.weight"].dtype
+        size = BF16_BYTES if stored == FP8 else DTYPE_BYTES[stored]
     return len(part) * rows * config.hidden_dim * size
 
 

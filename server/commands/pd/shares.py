@@ -19,7 +19,7 @@ from ess.layout import ModelLayout
 from ess.server.commands.start.compat.compat_flags import FAMILY
 from ess.server.commands.start.files.checkpoint import Checkpoint, read_checkpoint, read_entries
 from ess.server.commands.start.files.words import read_words
-from ess.server.commands.start.resolving import derived, layout_of, sized
+from ess.server.commands.start.resolving import derived, layout_of, sized, weights_of
 from ess.server.commands.start.settings import (
     FIELDS,
     PREFIX,
@@ -172,7 +172,7 @@ def _plan(
         settings,
         layout,
         positions_max=checkpoint.config.positions_max,
-        weight_bytes=checkpoint.weight_bytes * weights,
+        weight_bytes=weights * weights_of(settings, checkpoint),
         state_copies=STATE_COPIES["decode"] * weights,
     )
     return now_or_never(plan, partial(plan, free=memory_total()))

@@ -54,7 +54,7 @@ def _print(resolved: Resolved, plan: MemoryPlan, *, url: str, json: bool) -> Non
         out.print(line)
     out.print()
     devices = [plan.device] if plan.device is not None else plan.stages
-    memory = [_device(device) for device in devices] or [_memory(plan)]
+    memory = [_device(device) for device in devices] or [_memory(plan, resolved.settings)]
     for table in (_settings(resolved), *memory, *_host(plan, devices), _rooms(plan)):
         out.print(table)
         out.print()
@@ -92,9 +92,10 @@ def _settings(resolved: Resolved) -> Table:
     return table
 
 
-def _memory(plan: MemoryPlan) -> Table:
+def _memory(plan: MemoryPlan, settings: Settings) -> Table:
     table = _grid("left", "right", "left")
-    table.add_row("weights", format_bytes(plan.weight_bytes), "as stored")
+    how = f"in {settings.form}, with the copies that products read"
+    table.add_row("weights", format_bytes(plan.weight_bytes), how)
     held = f"all rows of {plan.token_capacity:,} tokens"
     table.add_row("host pool", format_bytes(plan.host_bytes), held)
     table.add_row("slots", format_bytes(plan.slot_bytes), "the working set of rows")

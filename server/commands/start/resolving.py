@@ -29,6 +29,7 @@ from ess.server.commands.start.files.checkpoint import (
     EMBEDDED,
     Checkpoint,
     default_sampling,
+    held_bytes,
     read_checkpoint,
     read_entries,
 )
@@ -164,7 +165,6 @@ def _plan(
     *,
     free: int,
 ) -> MemoryPlan:
-    share_bytes = checkpoint.share_bytes(settings.dp_size, redundant=settings.redundant_experts)
     if reports:
         entries = read_entries(Path(checkpoint.path))
         if settings.is_staged:
@@ -179,15 +179,26 @@ def _plan(
                 rank_count=settings.dp_size,
                 redundant=settings.redundant_experts,
             ),
-            file_bytes=share_bytes,
+            file_bytes=checkpoint.share_bytes(
+                settings.dp_size, redundant=settings.redundant_experts
+            ),
         )
         return plan_on_device(settings, needed, reports[settings.device], free=free)
     return plan_memory(
         settings,
         layout,
         positions_max=checkpoint.config.positions_max,
-        weight_bytes=settings.team_size * share_bytes,
+        weight_bytes=settings.team_size * weights_of(settings, checkpoint),
         free=free * (settings.nnodes if settings.dp_size == 1 else 1),
+    )
+
+
+def weights_of(settings: Settings, checkpoint: Checkpoint) -> int:
+    """Bytes of weights in each process on a CPU; tokens are paced without a model."""
+    if settings.engine == "paced":
+        return 0
+    return held_bytes(
+        checkpoint, settings.form, ranks=settings.dp_size, redundant=settings.redundant_experts
     )
 
 

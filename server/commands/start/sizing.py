@@ -71,10 +71,11 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """`weight_bytes` are those of the files; `state_bytes` are what requests keep beside their
-    rows, as much again for shared beginnings of prompts, and again for what is handed over;
-    `logit_bytes` are scores of the longest request's keys, in all threads. With a `device`, slots
-    and index are there; with `stages` each of this machine has a device."""
+    """`weight_bytes` are what engines on a CPU hold of weights, and those of the files where an
+    engine is on a device; `state_bytes` are what requests keep beside their rows, as much again for
+    shared beginnings of prompts, and again for what is handed over; `logit_bytes` are scores of the
+    longest request's keys, in all threads. With a `device`, slots and index are there; with
+    `stages` each of this machine has a device."""
 
     length_max: int
     host_bytes: int

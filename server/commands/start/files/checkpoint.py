@@ -16,12 +16,14 @@ from ess.decoding import UNDECODABLE
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
+from ess.models.guest.codes import FILE as CODED_FILE
 from ess.models.guest.pins import GUESTS
 from ess.models.guest.place import checkpoint_folder
 from ess.models.registry import read_config
+from ess.models.weights.expected.host_bytes import host_bytes
 from ess.models.weights.expected.shapes import expected_tensors
 from ess.models.weights.files.folder import Folder
-from ess.models.weights.files.header import Entry
+from ess.models.weights.files.header import Entry, read_header
 from ess.models.weights.files.placement import open_files
 from ess.server.commands.start.files import hub
 from ess.server.process.service import SamplingDefaults
@@ -122,6 +124,35 @@ def read_entries(path: Path) -> dict[str, Entry]:
     finally:
         for file in files.values():
             os.close(file)
+        folder.close()
+
+
+def held_bytes(checkpoint: Checkpoint, form: str, *, ranks: int = 1, redundant: int = 0) -> int:
+    """Bytes of weights that each engine process on a CPU holds, of which `ranks` divide the
+    experts."""
+    path = Path(checkpoint.path)
+    return host_bytes(
+        checkpoint.config,
+        read_entries(path),
+        form,
+        coded=_read_coded(path),
+        rank_count=ranks,
+        redundant=redundant,
+    )
+
+
+def _read_coded(path: Path) -> dict[str, Entry]:
+    """The tensors of a guest's codes; none if there is no such file."""
+    folder = Folder(path)
+    try:
+        if CODED_FILE not in folder.names():
+            return {}
+        file = folder.open(CODED_FILE, where=str(path))
+        try:
+            return read_header(file, file=CODED_FILE)
+        finally:
+            os.close(file)
+    finally:
         folder.close()
 
 
