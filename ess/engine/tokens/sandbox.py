@@ -2,8 +2,8 @@
 
 `grammar_child` says what they do and what limits them. The first of them reads the vocabulary and
 stays; it forks one for each grammar, ahead, for a large process takes long to fork. Nothing here
-blocks for longer than `ANSWER_S`, and that only if a process was stopped from outside: whatever a
-grammar does costs it its processor time first.
+blocks for longer than `ANSWER_S`, and that only if a process gets no core: whatever a grammar does
+costs it its processor time first, and a process that was stopped from outside is lost soon.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, Final
 from ess.errors import Unavailable
 
 ANSWER_S: Final = 10.0
+STOPPED_S: Final = 1.0
 START_S: Final = 60.0
 SPARE_COUNT: Final = 2
 _CHILD: Final = Path(__file__).with_name("grammar_child.py")
@@ -34,8 +35,9 @@ _PREFIX_BYTES: Final = 8
 class Link:
     """A connection to such a process. OSError means that the process is lost."""
 
-    def __init__(self, made: socket.socket) -> None:
+    def __init__(self, made: socket.socket, process: int = 0) -> None:
         self.socket = made
+        self.process = process
         made.settimeout(ANSWER_S)
         self._read = bytearray()
 
@@ -57,10 +59,13 @@ class Link:
     def ask(self, message: dict[str, Any], *files: int) -> tuple[dict[str, Any], bytes]:
         self.send(message, *files)
         deadline_s = time.monotonic() + ANSWER_S
-        while (answer := self._take()) is None:
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"no answer within {ANSWER_S} s")
-        return answer
+        while time.monotonic() <= deadline_s:
+            if not _has_something([self.socket], STOPPED_S):
+                if _is_stopped(self.process):
+                    raise TimeoutError(f"process {self.process} is stopped")
+            elif (answer := self._take()) is not None:
+                return answer
+        raise TimeoutError(f"no answer within {ANSWER_S} s")
 
     def _take(self) -> tuple[dict[str, Any], bytes] | None:
         piece = self.socket.recv(1 << 18)
@@ -88,6 +93,15 @@ def _has_something(sockets: list[socket.socket], seconds: float) -> bool:
     for each in sockets:
         waiting.register(each, select.POLLIN)
     return bool(waiting.poll(1000 * seconds))
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether a signal has stopped it; False where Linux does not say so."""
+    try:
+        said = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return said.rpartition(")")[2].split()[0] == "T"
 
 
 class Sandbox:
@@ -148,7 +162,8 @@ class Sandbox:
         for link in list(self._forked):
             if (answer := link.poll()) is not None:
                 self._forked.remove(link)
-                self._spares.append((link, answer[0]["process"]))
+                link.process = answer[0]["process"]
+                self._spares.append((link, link.process))
 
     def _is_started(self) -> bool:
         """Starts what is missing: first the description of the vocabulary, then the process."""
@@ -229,4 +244,4 @@ class Sandbox:
                 pass_fds=(file.fileno(),),
                 env={**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
-        return Link(ours)
+        return Link(ours, self._process.pid)

@@ -362,6 +362,18 @@ def test_a_compiler_that_gets_no_core_is_waited_for(fresh, monkeypatch):
     assert texts(made.allowed([], [])[0]) >= {"a", "c"}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says which processes are stopped")
+def test_stopped_processes_are_replaced_soon(fresh, monkeypatch):
+    """Not when an answer is overdue: all requests wait meanwhile."""
+    monkeypatch.setattr(sandbox, "ANSWER_S", 600.0)
+    monkeypatch.setattr(sandbox, "STOPPED_S", 0.05)
+    follower = matcher("regex", "ab", by=fresh)
+    for process in (*processes(fresh), fresh._sandbox._process.pid):
+        os.kill(process, signal.SIGSTOP)
+    assert texts(follower.allowed([], [])[0]) == {"ab"}
+    assert follower.failure == ""
+
+
 def test_a_compiler_that_never_answers_is_lost(fresh, monkeypatch):
     monkeypatch.setattr(grammar_module, "COMPILING_S", 0.0)
     with pytest.raises(Unavailable, match="lost twice"):
