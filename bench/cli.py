@@ -109,6 +109,12 @@ BENCHMARKS: Final = (
         group=STEPS,
     ),
     Command(
+        name="loop",
+        home="ess.bench.engine.loop:loop_benchmark",
+        summary="A step in the engine's process beside the model, up to 160 requests.",
+        group=STEPS,
+    ),
+    Command(
         name="vs-transformers",
         home="ess.bench.engine.vs_transformers:vs_transformers_benchmark",
         summary="Decode beside the transformers implementation of the same model.",
@@ -209,6 +215,7 @@ SUITES: Final = {
         "orders",
         "entries",
         "overhead",
+        "loop",
         "vs-transformers",
         "precision",
     ),

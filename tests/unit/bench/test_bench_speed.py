@@ -1,4 +1,4 @@
-"""The two benchmarks of decode speed: they measure what they say, on something small."""
+"""The benchmarks of decode speed: they measure what they say, on something small."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ess.bench.engine import overhead
+from ess.bench.engine.loop import loop_benchmark
 from ess.kernels.cpu import stage
 from tests.support.built import needs_native
 
@@ -26,6 +27,13 @@ def test_the_meter_sees_a_stage_and_leaves_its_result_alone() -> None:
     assert meter.ns["products"] > 0
     [after] = one([x])
     assert torch.equal(plain, after)
+
+
+def test_the_loop_in_small() -> None:
+    """A turn without all its tokens, or a request that ends, would be refused."""
+    [row] = loop_benchmark(smoke=True)
+    assert (row.config["batch"], row.config["layers"], len(row.samples)) == (2, 4, 4)
+    assert min(row.samples) > 0
 
 
 @pytest.mark.slow
