@@ -250,12 +250,15 @@ class LatentPool:
         assert missing, "a page with all of its rows was taken for a partial one"
         return full_count * PAGE_ROWS + (missing & -missing).bit_length() - 1
 
-    def is_complete(self, page: int) -> bool:
+    def is_complete(self, page: int | np.int32) -> bool:
         """Whether all 64 rows are stored in all layers, MTP and index keys included."""
         return bool((self._marks[:, page] == FULL).all())
 
     def complete_count(self, pages: PageIds) -> int:
-        """How many of these pages, from the first on, are complete."""
+        """How many of these pages, from the first on, are complete. While the first is not, the
+        others, which may be thousands in every step, are not looked at."""
+        if len(pages) == 0 or not self.is_complete(pages[0]):
+            return 0
         partial = np.flatnonzero((self._marks[:, pages] != FULL).any(axis=0))
         return int(partial[0]) if len(partial) else len(pages)
 

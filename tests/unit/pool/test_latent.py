@@ -55,6 +55,8 @@ def test_a_page_is_complete_only_with_every_row_and_key(missing):
     complete(latent, whole := int(latent.take(1)[0]))
     counts = [latent.complete_count(np.array(p, np.int32)) for p in ([whole, page], [page, whole])]
     assert (latent.is_complete(page), counts) == (False, [1, 0])
+    beyond = latent.pages.page_count  # not looked at: a gap would cost all pages behind it, always
+    assert latent.complete_count(np.array([page, beyond], np.int32)) == 0
     with pytest.raises(AssertionError):
         latent.publish(page, b"text")
     complete(latent, page)
