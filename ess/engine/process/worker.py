@@ -25,7 +25,7 @@ from ess.engine.process.build import Built, build
 from ess.engine.process.driven import Driven
 from ess.engine.process.holding import Holding
 from ess.engine.process.kv_events import KvEvents, events_of
-from ess.engine.process.lifeline import first_line, leave_objects
+from ess.engine.process.lifeline import first_line, keep_objects, leave_objects
 from ess.engine.process.messages import (
     Abort,
     Aborted,
@@ -349,6 +349,7 @@ def serve(
             built.engine, wire, clock, port=built.port, peers=built.peers, events=events
         )
         layout = loop.layout
+        keep_objects()
         wire.give(
             Ready(
                 vocabulary=built.vocabulary,
