@@ -9,7 +9,7 @@ import torch
 
 from ess.door.device.memory.uploads import Download
 from ess.engine.step.underway.uploads import TURNS, Upload
-from ess.engine.tokens.device_draw import NOT_A_NUMBER, Drawing, draw_all, ways_of
+from ess.engine.tokens.device_draw import NOT_A_NUMBER, Drawing, draw_all
 from ess.engine.tokens.draw import draw
 from ess.engine.tokens.logprobs import block_chances, chance_block, chances
 from ess.engine.tokens.sampling import Sampling
@@ -66,11 +66,10 @@ def test_logits_that_are_no_numbers_are_told():
     assert [token == NOT_A_NUMBER for token in drawn.tolist()] == [False, True, False]
 
 
-def test_ways_are_those_that_some_query_needs():
-    assert ways_of(SAMPLINGS[:1]) == ("greedy", False)
-    assert ways_of(SAMPLINGS[:2]) == ("whole", False)
-    assert ways_of(SAMPLINGS[:3]) == ("whole", True)
-    assert ways_of(SAMPLINGS[3:6]) == ("cut", False)
+def test_all_draws_are_of_one_kind():
+    """A graph is captured for a kind, and most requests have some of these parameters."""
+    drawing = Drawing(1, DEVICE)
+    assert [drawing.columns([each]).draws for each in SAMPLINGS] == [False] + [True] * 6
 
 
 def test_columns_go_up_again_only_for_another_batch():

@@ -99,8 +99,8 @@ def test_what_stands_by_beside_a_step_without_a_bucket_is_not_captured():
 
 
 def test_the_steps_of_the_first_requests_are_replays(monkeypatch):
-    """They draw, and one is greedy; one joins while the other has drafts. All usual kinds have
-    places, and one place is left for steps of others."""
+    """One draws by top-p, as checkpoints recommend, and one is greedy; one joins while the other
+    has drafts. All usual kinds have places, and one place is left for steps of others."""
     monkeypatch.setattr(buckets, "GRAPHS_MIN", 1)
     eng = engines.engine("cuda", mode="layerwise", mtp="2", graphs="usual", graph_sizes="2")
     told = []
@@ -110,7 +110,7 @@ def test_the_steps_of_the_first_requests_are_replays(monkeypatch):
     assert told[-1].startswith("graphs of steps: 12 captured")
     assert not eng.tuning.mode_counts.any()
     requests = []
-    for count, given in ((20, {"temperature": 1.0}), (3, {})):
+    for count, given in ((20, {"temperature": 1.0, "top_p": 0.9}), (3, {})):
         prompt = tokens(count, engines.VOCABULARY, seed=count)
         requests.append(eng.add(prompt, Sampling(tokens_max=20, ignore_eos=True, **given)))
         eng.step()

@@ -1,16 +1,17 @@
 """`draw` on a device, where the host reads no number: rows are drawn in all ways and keep one.
 
 The sampling parameters of a query lie in columns at fixed addresses, which are filled again when
-the batch changes. Ways that no request of the batch needs are left out. A kernel cuts rows to what
-top-k, top-p and min-p leave; `draw` sorts as far as it must and checks whether that was enough.
+the batch changes. A kernel cuts rows to what top-k, top-p and min-p leave; `draw` sorts as far as
+it must and checks whether that was enough. Rows without such limits pass through the kernel as they
+are. So one rehearsed graph serves all batches that draw. A batch of greedy requests has another.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from ess.engine.tokens.draw import (
     NOT_A_NUMBER,
     Rows,
     draw_whole,
-    is_cut,
     mixed_keys,
     wrapped_seed,
 )
@@ -28,24 +28,16 @@ from ess.engine.tokens.sampling import Sampling
 from ess.kernels.calls import Cuts
 from ess.kernels.cut import cut
 
-Kind = Literal["greedy", "whole", "cut"]
 UNCUT: Final = (1 << 31) - 1
 """More tokens than a vocabulary has."""
-
-
-class Ways(NamedTuple):
-    """What the queries of a step need; each graph is captured for one such set."""
-
-    kind: Kind
-    has_floor: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
     """A line per query: (seed, top-k) int64 and (temperature, top-p, min-p) float32. Greedy ones
-    have the temperature 0."""
+    have the temperature 0. `draws` is False where all are greedy."""
 
-    ways: Ways
+    draws: bool
     whole: Tensor
     parts: Tensor
 
@@ -77,45 +69,28 @@ class Drawing:
             )
             for each in given
         ]
-        return Columns(ways_of(given), self._whole.put(whole), self._parts.put(parts))
+        draws = not all(each.is_greedy for each in given)
+        return Columns(draws, self._whole.put(whole), self._parts.put(parts))
 
 
 def _is(first: object, second: object) -> bool:
     return first is second
 
 
-def ways_of(samplings: Sequence[Sampling]) -> Ways:
-    warm = [sampling for sampling in samplings if not sampling.is_greedy]
-    kind: Kind = "cut" if any(map(is_cut, warm)) else "whole" if warm else "greedy"
-    return Ways(kind, any(sampling.min_p for sampling in warm))
-
-
 def draw_all(logits: Tensor, by: Columns, positions: Tensor) -> Tensor:
     """Ids int64 [queries]; `NOT_A_NUMBER` where the logits are none."""
     drawn = logits.argmax(-1)
-    if by.ways.kind != "greedy":
-        rows, is_warm = _rows(logits, by, positions)
-        drawn = torch.where(is_warm, _drawn_warm(rows, by.ways.kind), drawn)
+    if by.draws:
+        is_warm = by.parts[:, 0] > 0
+        drawn = torch.where(is_warm, draw_whole(_rows(logits, by, positions)), drawn)
     is_none = logits.gather(-1, drawn[:, None])[:, 0].isnan()
     return drawn.masked_fill(is_none, NOT_A_NUMBER)
 
 
-def _rows(logits: Tensor, by: Columns, positions: Tensor) -> tuple[Rows, Tensor]:
+def _rows(logits: Tensor, by: Columns, positions: Tensor) -> Rows:
     seeds, top_k = by.whole.unbind(1)
     temperature, top_p, min_p = by.parts.unbind(1)
-    is_warm = temperature > 0
-    rows = Rows(
-        scores=logits / torch.where(is_warm, temperature, 1.0)[:, None],
-        keys=mixed_keys(seeds, positions),
-        top_k=top_k.clamp_max(logits.shape[1]),
-        top_p=top_p,
-        min_p=min_p,
-        has_floor=by.ways.has_floor,
-    )
-    return rows, is_warm
-
-
-def _drawn_warm(rows: Rows, kind: Kind) -> Tensor:
-    if kind == "cut":
-        rows = replace(rows, scores=cut(rows.scores, Cuts(rows.top_k, rows.top_p, rows.min_p)))
-    return draw_whole(rows)
+    cuts = Cuts(top_k.clamp_max(logits.shape[1]), top_p, min_p)
+    scores = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    keys = mixed_keys(seeds, positions)
+    return Rows(cut(scores, cuts), keys, *cuts, has_floor=False)

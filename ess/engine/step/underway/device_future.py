@@ -26,7 +26,7 @@ from ess.engine.plan import Feed, Turn
 from ess.engine.step.feeding import Outcome
 from ess.engine.step.underway.uploads import Upload
 from ess.engine.tokens.chance import Chance
-from ess.engine.tokens.device_draw import Columns, Drawing, Ways, draw_all
+from ess.engine.tokens.device_draw import Columns, Drawing, draw_all
 from ess.engine.tokens.logprobs import block_chances, chance_block
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tokens.verification import changed_logits, chosen
@@ -203,8 +203,8 @@ class DeviceInput:
         return any(feed.request.sampling.logprobs is not None for feed in self.feeds)
 
     @property
-    def form(self) -> tuple[Ways, bool]:
-        return self.by.ways, self.asks
+    def form(self) -> tuple[bool, bool]:
+        return self.by.draws, self.asks
 
     def choose(self, logits: Tensor) -> DeviceChosen:
         step, counts = self.step, self.step.query_counts
