@@ -26,7 +26,8 @@ class EngineConfig:
     """`modes` may list one mode per layer. A step has at most `query_max` queries; `verify_fatal`
     ends the engine at the first row that is wrong. On a device at most `graphs` kinds of decode
     steps are kept as graphs, none for 0, in at most `graph_byte_max` bytes, or as many as
-    `step_bytes.graph_bytes` counts."""
+    `step_bytes.graph_bytes` counts; none is captured while less than `beside_bytes`, which steps
+    and prompts take outside of graphs, is left of the device."""
 
     max_running: int = setting(16, "limits", "Requests that run at a time.", (1, 4096))
     modes: Modes = setting(
@@ -102,6 +103,7 @@ class EngineConfig:
     )
     query_max: int = 64
     graph_byte_max: int | None = None
+    beside_bytes: int = 0
     verify_fatal: bool = False
 
     def __post_init__(self) -> None:

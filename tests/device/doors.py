@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ess.engine.graphs import buckets
 from ess.engine.prompt import plain_rows
@@ -64,14 +65,21 @@ def test_so_are_those_of_batches_that_fill_the_device(monkeypatch):
     test_the_tokens_are_those_of_the_host(("v32", "dba", "2", "1", "smallest", "few"))
 
 
-def test_graphs_stay_within_their_bytes():
-    """What a graph of one query takes is there, what one of two takes is not."""
+def test_graphs_stay_within_their_bytes(monkeypatch):
+    """What a graph of one query takes is there, what one of two takes is not. Where the driver has
+    taken more than was estimated, steps and prompts keep what they take."""
     config = engines.model("v32", "cuda").config
     eng = engines.engine("cuda", graphs="many")
     sizes = {"layout": eng.offload.layout, "length_max": engines.LENGTH_MAX, "value_bytes": 4}
     least = graph_bytes(config, query_max=1, graph_count=1, **sizes)
     eng.offload.close()
-    eng = engines.engine("cuda", graphs="many", graph_byte_max=least)
+    eng = engines.engine("cuda", graphs="many", graph_byte_max=least, beside_bytes=50)
+    for free, cached, leaves in ((50, -9, True), (49, 0, False), (9, 41, True), (9, 40, False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 1 << 40))
+            held = PRETENCE.held_bytes + cached
+            patch.setattr(torch.cuda, "memory_reserved", lambda _, held=held: held)
+            assert eng._flights.replays.has_bytes(1) is leaves
     for seed, count in ((0, 12), (1, 5)):
         prompt = tokens(2, engines.VOCABULARY, seed=seed)
         eng.add(prompt, Sampling(tokens_max=count, ignore_eos=True))

@@ -367,6 +367,8 @@ def of_graphs(**given: Any) -> int:
     settings = resolve({"device": "cuda", **given}, environment={}).settings
     told = launch_of(settings, read_checkpoint(""), plan).config
     assert line.bytes == plan.graph_bytes == told.graph_byte_max
+    sizes = {line.name: line.bytes for line in plan.device.lines}
+    assert told.beside_bytes == sizes["decoding"] + sizes["prompts"]
     return line.bytes
 
 

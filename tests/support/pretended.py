@@ -383,6 +383,7 @@ def begin():
         "get_device_properties": lambda _=None: properties, "device_count": lambda: count,
         "current_device": lambda: 0, "empty_cache": lambda: None, "set_device": lambda _: None,
         "graph_pool_handle": lambda: (0, 1), "memory_reserved": lambda _=None: 0,
+        "mem_get_info": lambda _=None: (1 << 40, 1 << 40),
         "memory_allocated": lambda _=None: PRETENCE.held_bytes,
         "max_memory_allocated": lambda _=None: PRETENCE.most_bytes,
         "reset_peak_memory_stats": forget_peak,

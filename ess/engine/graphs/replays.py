@@ -104,9 +104,10 @@ class Replays:
         verified_max: int,
         graph_max: int,
         byte_max: int | None,
+        beside_bytes: int = 0,
     ) -> None:
         """`sizes` are of the buckets. Without `byte_max` all have what they are estimated to
-        take."""
+        take. `beside_bytes` are what steps and prompts take of the device outside of graphs."""
         assert graph_max > 0, "no graph is kept: leave out the owner of graphs"
         self.replayed_count = 0
         self.captured_count = 0
@@ -133,6 +134,7 @@ class Replays:
         largest = max(sizes, default=0) * verified_max
         estimated = self._takes(query_max=largest, graph_count=graph_max)
         self._byte_max = estimated if byte_max is None else byte_max
+        self._beside_bytes = beside_bytes
         self._pool_bytes = 0
         self._held: OrderedDict[Key, Captured] = OrderedDict()
         self._seen: OrderedDict[Key, int] = OrderedDict()
@@ -207,10 +209,12 @@ class Replays:
     def _in_time(self, kind: Key, course: Course, more: Hashable) -> Key:
         """The kind with times or without: which of its graphs runs, or is captured now."""
         timed, watch = _timed(course, more), self._watch
-        has_room = not self.is_full and self.has_bytes(sum(course.counts))
-        if kind in self._untimed and has_room and watch.start():
-            self._untimed.discard(kind)
-            return timed
+        if kind in self._untimed:
+            if self.is_full or not self.has_bytes(sum(course.counts)):
+                self._untimed.discard(kind)
+            elif watch.start():
+                self._untimed.discard(kind)
+                return timed
         if not course.is_timed:
             return kind
         if timed in self._held:
@@ -263,7 +267,16 @@ class Replays:
         """Whether there are bytes for a graph of such a step beside the graphs that stay."""
         count = len(self._held) + (not self.is_full)
         takes = self._takes(query_max=query_count, graph_count=count, pool_bytes=self._pool_bytes)
-        return takes <= self._byte_max
+        return takes <= self._byte_max and self.left_bytes >= self._beside_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """What is free of the device, also in torch's cache: the driver's part of a graph is only
+        estimated, and all graphs of the rehearsal are captured before the first prompt runs."""
+        device = self._runner.model.device
+        cached = Cuda.memory_reserved(device) - Cuda.memory_allocated(device) - self._pool_bytes
+        free, _ = Cuda.mem_get_info(device)
+        return int(free + max(0, cached))
 
     def _replay(self, key: Key, held: Captured) -> None:
         self._held.move_to_end(key)

@@ -69,6 +69,11 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
     def taken(self) -> int:
         return sum(line.bytes for line in self.lines)
 
+    @property
+    def step_bytes(self) -> int:
+        """Of steps and prompts, outside of graphs."""
+        return sum(line.bytes for line in self.lines if line.name in ("decoding", "prompts"))
+
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """`weight_bytes` are what engines on a CPU hold of weights, and those of the files where an

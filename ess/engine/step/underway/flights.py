@@ -156,7 +156,9 @@ class Flights:
         runner, started_s = self._runner, self._clock.now_s()
         pack_weights(runner.model, runner.offload.layout, runner.ops)
         self._ranks.counts = False
+        left_bytes = 0
         if self.replays is not None:
+            left_bytes = self.replays.left_bytes
             most = counted(max(self.replays.sizes, default=0), "request")
             tell(f"graphs of steps: up to {most} a step")
         with runner.tuning.uncounted(), runner.verifier.off():
@@ -168,7 +170,9 @@ class Flights:
             runner.offload.drain()
             made, size = self.replays.captured_count, format_bytes(self.replays.byte_count)
             seconds = self._clock.now_s() - started_s
-            tell(f"graphs of steps: {made} captured in {seconds:.1f} s, {size}")
+            taken = format_bytes(max(0, left_bytes - self.replays.left_bytes))
+            how = f"{size} as estimated, {taken} less are free"
+            tell(f"graphs of steps: {made} captured in {seconds:.1f} s, {how}")
         self._ranks.counts = True
 
     def _parts_of_rehearsal(self) -> Sequence[Callable[[], None]]:
@@ -237,4 +241,5 @@ def replays_of(runner: Runner, config: EngineConfig) -> Replays | None:
         verified_max=config.mtp,
         graph_max=graph_count(config.graphs, sizes, verified_max=config.mtp),
         byte_max=config.graph_byte_max,
+        beside_bytes=config.beside_bytes,
     )
