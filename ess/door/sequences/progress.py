@@ -180,11 +180,10 @@ class Progress:
     def withhold(self) -> None:
         """From now on no page of its text is published."""
         self.is_withheld = True
-        self.published_count = self._holding.page_count
 
     def publish(self) -> None:
         """Publishes the pages that are complete and whose text is known, in order."""
-        if self.length < (self.published_count + 1) * PAGE_ROWS:
+        if self.is_withheld or self.length < (self.published_count + 1) * PAGE_ROWS:
             return
         latent, size = self._pools.latent, self._layout.page_tokens
         full_count = min(self.length, self._layout.rows_of(len(self.tokens))) // PAGE_ROWS

@@ -75,3 +75,26 @@ def test_pages_that_have_arrived_are_shared_before_their_sequence_steps(offload)
 def cached_count_of(offload, tokens: list[int]) -> int:
     with offload.open(tokens, on_device=False, length_max=len(tokens)) as other:
         return other.cached_count
+
+
+def test_pages_that_a_withheld_sequence_grows_are_no_prefix_either() -> None:
+    """Behind no published page their hash would be that of a text that begins with them."""
+    with make(query_max=64) as offload:
+        more = torch.zeros((64, LAYOUT.index.key_bytes), dtype=torch.uint8)
+        leaders = [group[0] for group in LAYOUT.groups]
+        sequence = offload.open(list(range(60)), publishes=False)
+        for layer in range(LAYOUT.layer_total):
+            sequence.import_rows(layer, 0, rows(59))
+        for layer in leaders:
+            sequence.import_keys(layer, 0, more[:59])
+        for first in (59, 123, 187):
+            with offload.begin([sequence], query_counts=[64]) as step:
+                for layer in range(LAYOUT.layer_total):
+                    new = more if layer in leaders else None
+                    step.append(layer, rows(64), keys=new)
+                step.commit(accepted=[64], tokens=[list(range(first, first + 64))])
+        offload.drain()
+        assert (sequence.length, sequence.page_count) == (251, 4)
+        sequence.close()
+        offload.drain()
+        assert offload.open(list(range(64, 200))).cached_count == 0
