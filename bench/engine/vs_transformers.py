@@ -12,6 +12,7 @@ with their fastest number of threads in wall time.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json as json_text
 import tempfile
 import time
@@ -97,6 +98,8 @@ def vs_transformers_benchmark(
 
 @compute_threads()
 def rows_of(context: int, batches: Sequence[int], *, repeats: int) -> list[Row]:
+    if importlib.util.find_spec("transformers") is None:
+        raise Unavailable("transformers is not installed: pip install ess[oracle]")
     with tempfile.TemporaryDirectory() as folder:
         export(Path(folder))
         rows = [agreement(Path(folder))]
@@ -124,11 +127,9 @@ def export(folder: Path) -> None:
 
 
 def load(folder: Path, way: Try) -> Any:
-    try:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-    except ImportError:
-        raise Unavailable("transformers is not installed: pip install ess[oracle]") from None
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
     quiet: Any = logging
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import pytest
 
 from ess.bench import cli
+from ess.bench.engine import vs_transformers
 from ess.bench.harness import prefix
 from ess.bench.harness.lists import amount, sizes
 from ess.errors import BadInput
@@ -85,6 +87,18 @@ def test_a_command_line_that_cannot_be_is_refused(
     assert says in " ".join(said.err.split())
     assert "Traceback" not in said.err
     assert said.out == ""
+
+
+def test_a_package_that_is_missing_is_missed_before_any_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read(_: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(vs_transformers, "Checkpoint", read)
+    assert cli.main(["vs-transformers", "--smoke"]) == 1
+    assert "transformers is not installed: pip install ess[oracle]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", [0, -1, 1_000_001])
