@@ -9,6 +9,7 @@ Thread time, so a busy machine counts less.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from ess.door.steps.placement import Kept
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.layers.batch import Batch
 from ess.engine.layers.heads import AllHeads
+from ess.engine.process.lifeline import keep_objects
 from ess.engine.process.messages import Add, Handoff, Packer, Progress
 from ess.engine.process.wire import SocketWire
 from ess.engine.process.worker import EngineLoop
@@ -143,6 +145,7 @@ class LoopArm:
             invented = Handoff(number, kind="fake")
             asked = Add(number, prompt, sampling, leader=0, handoff=invented)
             self._front.send(self._packer.pack(asked))
+        keep_objects()
 
     def turn_ms(self) -> float:
         """Thread time of a turn, without the device's work. Its front reads what it was told
@@ -154,6 +157,7 @@ class LoopArm:
         return spent_ns / 1e6
 
     def close(self) -> None:
+        gc.unfreeze()
         self.loop.close()
         self._wire.close()
         self._front.close()
