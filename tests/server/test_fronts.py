@@ -10,7 +10,6 @@ import os
 import signal
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -54,8 +53,7 @@ def several(*flags: str, **given: bool) -> Iterator[Process]:
 def all_are_ready(process: Process) -> None:
     """Each process accepts connections itself, and is ready: that a process is never met has a
     chance of one in ten million."""
-    with ThreadPoolExecutor(8) as threads:
-        until(lambda: all(threads.map(is_ready, [process] * 40)), "all being ready")
+    until(lambda: all(is_ready(process) for _ in range(40)), "all being ready")
 
 
 def is_ready(process: Process) -> bool:
