@@ -19,7 +19,7 @@ from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.pool.device_bytes import PoolShape, pool_bytes
 from ess.server.commands.pd.shares import told_settings
 from ess.server.commands.ranks import servers
-from ess.server.commands.start import banner, launch
+from ess.server.commands.start import banner, launch, resolving
 from ess.server.commands.start.devices import device_probing
 from ess.server.commands.start.devices.device_sizing import RESERVED, DeviceNeeds, plan_on_device
 from ess.server.commands.start.devices.device_stages import COMING, LEAVING, plan_stages
@@ -258,8 +258,8 @@ def test_a_plan_that_would_not_fit_on_an_empty_machine_is_the_settings_fault(
     """Nothing but a change of the settings helps then, so that a supervisor need not try again."""
     report = msgspec.structs.replace(FOUND, count=2, torch_count=2)
     monkeypatch.setattr(device_probing, "ask", lambda ordinal: report)
-    monkeypatch.setattr(launch, "memory_free", lambda: 8 * GIB)
-    monkeypatch.setattr(launch, "memory_total", lambda: 16 * GIB)
+    monkeypatch.setattr(resolving, "memory_free", lambda: 8 * GIB)
+    monkeypatch.setattr(resolving, "memory_total", lambda: 16 * GIB)
     asked = {"device": "cuda", "max_model_len": "8k", "host_bytes": "96MiB", **given}
     settings, checkpoint = resolve(asked, environment={}).settings, read_checkpoint("")
     with pytest.raises(EssError, match=says) as caught:

@@ -19,7 +19,7 @@ from ess.free_resources import memory_free
 from ess.layout import ModelLayout
 from ess.server.commands import cli
 from ess.server.commands.serve import COMMON, shown_default
-from ess.server.commands.start import begin, launch
+from ess.server.commands.start import begin, launch, resolving
 from ess.server.commands.start.compat.compat_answers import ALSO, HEEDED, NO_EFFECT, NOT_HERE
 from ess.server.commands.start.compat.compat_flags import (
     FLAGS,
@@ -62,7 +62,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path):
 def test_threads_leave_a_core_of_those_that_the_server_may_use(monkeypatch: pytest.MonkeyPatch):
     checkpoint = read_checkpoint("ess-embedded")
     for cores, pp_size, threads in ((1, 1, 1), (2, 1, 1), (9, 1, 8), (9, 2, 4)):
-        monkeypatch.setattr(launch, "cores_free", lambda cores=cores: cores)
+        monkeypatch.setattr(resolving, "cores_free", lambda cores=cores: cores)
         given = {"pp_size": pp_size}
         assert (
             launch.derived(resolve(given, environment={}), checkpoint).settings.threads == threads
