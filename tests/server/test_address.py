@@ -15,6 +15,7 @@ from tests.server.test_limits import ask, completion, refused
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+EVENT = re.compile(rb"(?:^|\n\n)data: (?:\[DONE\]\n\n)?")
 BODIES = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
@@ -91,6 +92,23 @@ def test_prompts_of_one_name_get_their_own_and_end_by_both(given: str | None):
     assert {(add.name, add.call) for add in served.engine.adds} == {
         (f"{call}_{place}", call) for place in range(3)
     }
+
+
+@pytest.mark.parametrize("more", [{"max_tokens": 0}, {}, {"stream": True}])
+def test_an_echo_that_is_aborted_has_the_chances_that_came(more: dict[str, object]):
+    """None has come of this prompt: only its first token, which has no chance, is listed."""
+    with Served(PacedEngine(counting(40))) as served, ThreadPoolExecutor(1) as client:
+        served.engine.hold()
+        body = {"prompt": "a b c", "echo": True, "logprobs": 1, "rid": "mine", **more}
+        answer = client.submit(ask, served, "/v1/completions", body)
+        until(lambda: len(served.engine.adds) == 1, "its request")
+        assert json.loads(ask(served, "/abort_request", {"rid": "mine"})[1]) == {"aborted": 1}
+        served.engine.held.set()
+        parts = [json.loads(part) for part in EVENT.split(answer.result()[1]) if part.strip()]
+    first, last = parts[0]["choices"][0], parts[-1]["choices"][0]
+    assert (first["text"], last["finish_reason"]) == ("a b c", "abort")
+    assert first["logprobs"]["token_logprobs"] == [None]
+    assert len(first["logprobs"]["tokens"]) == 1
 
 
 def test_one_prompt_of_several_is_aborted_by_its_name():

@@ -14,7 +14,7 @@ from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
 from ess.server.dialects import sampling_params, schemas
 from ess.server.dialects.answers import begin_answer
-from ess.server.dialects.generation import Delta, Generation
+from ess.server.dialects.generation import Delta, Finish, Generation
 from ess.server.dialects.logprobs import completion_logprobs, prompt_logprobs, text_length
 from ess.server.dialects.streaming import Answer, Writer, event, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
@@ -108,11 +108,11 @@ class CompletionShape:
         return {**self.head, "choices": choices, "usage": self.usage()}
 
     def scored(self, index: int) -> tuple[list[int], list[Chance | None]]:
-        """The log probabilities of an echoed prompt."""
+        """The scored tokens of an echoed prompt: an aborted prompt has fewer than tokens."""
         if not self.ask.echo or self.ask.logprobs is None:
             return [], []
-        chances = self._prompt_chances(index, self.ask.logprobs)
-        return self.prompts[index // self.choices], [None, *chances]
+        chances = [None, *self._prompt_chances(index, self.ask.logprobs)]
+        return self.prompts[index // self.choices][: len(chances)], chances
 
     def _prompt_chances(self, index: int, top_count: int) -> list[Chance]:
         """The prompt's log probabilities, which only the first choice carries."""
@@ -124,7 +124,8 @@ class CompletionShape:
 
     def _choice(self, index: int, generation: Generation) -> dict[str, Any]:
         if is_echo_alone(self.ask):
-            generation = Generation(self.service.tokenizer, generation.ending, finish="length")
+            how: Finish = "abort" if generation.finish == "abort" else "length"
+            generation = Generation(self.service.tokenizer, generation.ending, finish=how)
         tokens, chances = self.scored(index)
         choice = {
             "index": index,
