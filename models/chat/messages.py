@@ -189,11 +189,23 @@ def _tools(where: str, raw: Any) -> tuple[Mapping[str, Any], ...]:
         raise BadInput(f"{where} is not a list")
     functions = []
     for index, tool in enumerate(raw):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        function = _function_of(tool, f"{where}[{index}]")
+        if function is None or not isinstance(function.get("name"), str):
             raise BadInput(f"{where}[{index}] is not a function with a name")
         functions.append(function)
     return tuple(functions)
+
+
+def _function_of(item: Any, where: str) -> Mapping[str, Any] | None:
+    """The function of a tool or of a call; other kinds, such as OpenAI's `custom`, have none."""
+    if not isinstance(item, Mapping):
+        return None
+    function, kind = item.get("function"), item.get("type")
+    if isinstance(function, Mapping):
+        return function
+    if isinstance(kind, str) and kind != "function":
+        raise BadInput(f"{where}.type is {kind!r:.40}; only function is served")
+    return None
 
 
 def _tool_calls(where: str, raw: Any) -> tuple[ToolCall, ...]:
@@ -205,8 +217,8 @@ def _tool_calls(where: str, raw: Any) -> tuple[ToolCall, ...]:
 
 
 def _tool_call(where: str, call: Any) -> ToolCall:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
+    function = _function_of(call, where)
+    if function is None:
         raise BadInput(f"{where} has no function")
     arguments = function.get("arguments")
     if isinstance(arguments, Mapping):

@@ -18,6 +18,7 @@ import tokenizers
 from ess.errors import BadInput
 from ess.models.weights.files.folder import Folder
 from ess.models.weights.files.strict_json import parse_object
+from ess.units import shown
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 IDS_MAX: Final = 1 << 24
@@ -85,7 +86,10 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
         """The text of all ids at once; bytes that are not UTF-8 become U+FFFD."""
         skipped = frozenset() if keep_special else self.special_ids
-        joined = b"".join(self.bytes_of(token_id) for token_id in ids if token_id not in skipped)
+        try:
+            joined = b"".join(self.bytes_of(each) for each in ids if each not in skipped)
+        except TypeError as error:
+            raise BadInput(f"ids is {shown(ids)}, must be a list of token ids") from error
         return joined.decode("utf-8", "replace")
 
     def to_json(self) -> str:
@@ -106,9 +110,12 @@ class Tokenizer:
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one token; none for an id without a token (a padded vocabulary has some)."""
-        token_bytes = self._bytes_of.get(token_id)
-        if token_bytes is None:
-            token_bytes = self._bytes_of[token_id] = self._look_up(token_id)
+        try:
+            token_bytes = self._bytes_of.get(token_id)
+            if token_bytes is None:
+                token_bytes = self._bytes_of[token_id] = self._look_up(token_id)
+        except TypeError as error:
+            raise BadInput(f"{shown(token_id)} is not a token id") from error
         return token_bytes
 
     def text_of(self, token_id: int) -> str | None:

@@ -119,9 +119,17 @@ def test_special_tokens_and_strange_ids(tokenizer: Tokenizer) -> None:
     ]
     assert tokenizer.decode([begin or 0, think]) == "<think>"
     assert tokenizer.bytes_of(len(tokenizer) + 5) == b""
-    for ids in (("a",), [[1, 2]], 5):
-        with pytest.raises(BadInput, match=re.escape(f"ids is {ids!r}, must be a list of token")):
-            Detokenizer(tokenizer).push(ids)  # type: ignore[arg-type]
+    for take in (Detokenizer(tokenizer).push, tokenizer.decode):
+        for ids, says in (
+            ([[1, 2]], "ids is [[1, 2]], must be a list of token ids"),
+            (5, "ids is 5, must be a list of token ids"),
+            (["a"], "'a' is not a token id"),
+            ([1.5], "1.5 is not a token id"),
+        ):
+            with pytest.raises(BadInput, match=re.escape(says)):
+                take(ids)  # type: ignore[operator]
+    with pytest.raises(BadInput, match=re.escape("[1] is not a token id")):
+        tokenizer.bytes_of([1])  # type: ignore[arg-type]
     assert tokenizer.id_of("no such token") is None
     with pytest.raises(BadInput, match="-1 is not a token id"):
         tokenizer.decode([-1])

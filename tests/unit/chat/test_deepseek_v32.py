@@ -165,6 +165,14 @@ def test_a_response_format_of_the_system() -> None:
         ([user("a"), said("b", tool_calls=3)], "tool_calls is not a list"),
         ([user("a"), said("b", tool_calls=[{}])], "has no function"),
         (
+            [user("a"), said("b", tool_calls=[{"type": "custom", "custom": {"name": "f"}}])],
+            r"messages\[1\].tool_calls\[0\].type is 'custom'; only function is served",
+        ),
+        (
+            [{"role": "developer", "tools": [{"type": "custom", "custom": {"name": "f"}}]}],
+            r"messages\[0\].tools\[0\].type is 'custom'; only function is served",
+        ),
+        (
             [user("a"), said("", tool_calls=[call("f")]), result("r"), said("b")],
             "nothing to answer",
         ),
