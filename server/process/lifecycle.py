@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -39,6 +38,7 @@ import uvicorn
 
 from ess import console
 from ess.clock import Clock
+from ess.engine.process.lifeline import keep_objects
 from ess.errors import EssError
 from ess.server.commands.start.settings import Settings
 from ess.server.process.engines.succession import Succession, requests_are
@@ -100,10 +100,9 @@ async def tell(service: Service) -> None:
 
 
 async def settled(service: Service) -> None:
-    """Freezes the loaded objects, so that garbage collection need not walk them during streams."""
+    """Hides loaded objects from the garbage collector, which would walk through them in streams."""
     await service.link.engine.until_ready()
-    gc.collect()
-    gc.freeze()
+    keep_objects()
 
 
 async def keep_meeting(service: Service) -> None:

@@ -155,18 +155,15 @@ class Grammars:
         return next(self._numbers)
 
     def renewed(self, room: Room) -> Room:
-        """Another room for its grammar, whose process was lost; the error that matcher() raises,
-        or Unavailable after `RENEWAL_S` without any room. Where many were lost, that holds for all
-        of them together. A successor may have been lost too, before it was asked."""
+        """Waits for another room for a grammar whose process was lost. Raises what `matcher`
+        raises, and Unavailable where there is no room in time. The grammar's present room may be
+        another already, which another request has waited for, and may be lost too."""
         known = self._rooms.get(room.grammar)
         if known is room or (known is not None and known.is_lost):
             self._blame(known, f"takes more than {grammar_child.STEP_CPU_S:g} s for one token")
         self.want(room.grammar)
         self._wanted.move_to_end(room.grammar, last=False)
-        now_s = time.monotonic()
-        if now_s > self._renew_by_s + COMPILING_S:  # the limit of losses of long ago
-            self._renew_by_s = math.inf
-        until_s = self._renew_by_s = min(self._renew_by_s, now_s + RENEWAL_S)
+        until_s = self._renewal_end_s()
         while (fresh := self._settled(room.grammar)) is None:
             if time.monotonic() > until_s:
                 self.leave(room.grammar)
@@ -177,6 +174,16 @@ class Grammars:
             self.wait()
         self._renew_by_s = math.inf
         return fresh
+
+    def _renewal_end_s(self) -> float:
+        """`RENEWAL_S` after a loss. Losses that follow have the same end, so that all other
+        requests wait no longer for many lost processes than for one; after a process that has
+        compiled, and `COMPILING_S` behind that end, a loss has an end of its own."""
+        now_s = time.monotonic()
+        if now_s > self._renew_by_s + COMPILING_S:
+            self._renew_by_s = math.inf
+        self._renew_by_s = min(self._renew_by_s, now_s + RENEWAL_S)
+        return self._renew_by_s
 
     def check(self) -> None:
         assert len(self._rooms) <= ROOMS_MAX, f"{len(self._rooms)} grammars have a process"
@@ -215,6 +222,7 @@ class Grammars:
                 return
 
     def _begin(self, grammar: Grammar) -> bool:
+        """Has the grammar compiled; False where no grammar can be begun now."""
         compiling = sum(not room.is_compiled for room in self._rooms.values())
         if compiling >= COMPILING_MAX or not self._has_room():
             return False
@@ -234,7 +242,8 @@ class Grammars:
         return True
 
     def _has_room(self) -> bool:
-        """Ends the grammar that was not used for longest, if there must be one less."""
+        """Whether a further grammar may have a process. Where all rooms are taken, the room that no
+        request needs and that was unused for longest is ended for it."""
         if len(self._rooms) < ROOMS_MAX:
             return True
         for grammar, room in self._rooms.items():
@@ -259,7 +268,8 @@ class Grammars:
             self._renew_by_s = math.inf
 
     def _blame(self, room: Room, too_slow: str) -> None:
-        """Its process is lost, by the grammar's fault or by a cause outside."""
+        """The room's process is lost, by the grammar's fault or by a cause outside. A grammar that
+        took too much processor time is refused with the sentence `too_slow`."""
         match self._end(room):
             case signal.SIGPROF:
                 self._refuse(room.grammar, too_slow)
@@ -316,8 +326,8 @@ class Matcher:
         room.matcher_count += 1
 
     def _asked(self, output: Sequence[int], drafts: Sequence[int]) -> NDArray[np.bool_]:
-        """A process that was lost by a cause outside is replaced once; its successor follows the
-        whole output."""
+        """Asks the grammar's process; where that was lost by a cause outside, its successor, once,
+        which then follows the whole output."""
         assert self._room is not None, "a matcher is asked before it is closed"
         try:
             self.failure, packed = self._room.masks(
