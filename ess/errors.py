@@ -11,6 +11,8 @@ Asserts are for us and say that ESS itself is wrong; these are for the caller.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 
 class EssError(Exception):
     """Base of all errors that ESS raises on purpose."""
@@ -56,3 +58,12 @@ class PoolFull(EssError):
         self.free = free
         self.permanent = permanent
         self.retry_after_s = None if permanent else 1.0
+
+
+Kept = TypeVar("Kept", bound=BaseException)
+
+
+def without_frames(error: Kept) -> Kept:
+    """The error, to be kept: the calls that it came through would keep all that they worked on."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

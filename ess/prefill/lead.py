@@ -94,19 +94,11 @@ class Lead:
         self._clock = clock
         self._roster: Roster[Request] = Roster()
         self._prompts = Prompts()
-        openings = Openings(
-            self._issuer,
-            self._prompts,
-            self._roster,
-            clock=clock,
-            refused=lambda request: self._finish(request, "refused"),
-        )
-        self._openings = openings
+        self._openings = Openings(self._issuer, self._prompts, self._roster, clock=clock)
         self._admission = Admission(self._roster, tpot_ms=0.0)
-        self._intake = Intake(self._roster, on_first=self._ask_again)
+        self._intake = Intake(self._roster, on_first=self._admission.ask_again)
         self._batches = Batches(self.stages.count)
         self._running_max = config.max_running
-        self._may_admit = False
 
     # ---- requests
 
@@ -137,7 +129,7 @@ class Lead:
         prompt = self._prompts.get(request.number)
         if prompt is not None and reason != "sent":
             self._give_up(prompt)
-        self._ask_again()
+        self._admission.ask_again()
         self._intake.ended(request)
 
     # ---- what an engine is asked
@@ -223,10 +215,9 @@ class Lead:
 
     def step(self) -> StepResult:
         self.pump()
-        if self._may_admit:
-            self._may_admit = False
-            opens, resumes, limit = self._openings.open, self._openings.resume, self._running_max
-            self._admission.admit(opens, resumes, step_count=self.step_count, limit=limit)
+        if self._admission.is_asked:  # pools change only by our orders: nothing fits in between
+            enter, limit = self._enter, self._running_max
+            self._admission.admit(enter, enter, step_count=self.step_count, limit=limit)
         parts = self._next_parts()
         chunks = tuple(map(self._chunk, [part for part in parts if part.stop > part.start]))
         if parts:
@@ -252,12 +243,12 @@ class Lead:
         assert prompt is not None, f"a chunk of prompt {part.number}, which is not open"
         return Chunk(prompt.request, part.start, part.stop)
 
-    # ---- admission
-
-    def _ask_again(self) -> None:
-        """Lets admission try again: pools change only by our orders, so nothing fits in between."""
-        self._may_admit = True
-        self._admission.ask_again()
+    def _enter(self, request: Request) -> None:
+        """Opens the prompt, or enters what has loaded; a prompt that can never fit ends."""
+        act = self._openings.resume if request.has_loaded else self._openings.open
+        act(request)
+        if request.refusal is not None:
+            self._finish(request, "refused")
 
     # ---- reports
 
@@ -283,7 +274,7 @@ class Lead:
                 self._on_ran(stage, number, seconds)
             case Counted():
                 if self._openings.counted(stage, report):
-                    self._ask_again()
+                    self._admission.ask_again()
             case Released():
                 self._on_released(stage, report)
             case _:
@@ -331,7 +322,7 @@ class Lead:
             self.ended_handoffs.append(prompt.ending(self._clock.now_s()))
             self._issuer.order(Close(prompt.number))
             self._prompts.remove(prompt)
-            self._ask_again()
+            self._admission.ask_again()
 
 
 def _check_options(request: Request) -> None:

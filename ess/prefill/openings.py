@@ -5,13 +5,12 @@ Each verb is done by this stage first. What this stage refuses, the others never
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 from ess.clock import Clock
 from ess.engine.requests.request import Request, State
 from ess.engine.requests.roster import Roster
-from ess.errors import BadInput, PoolFull
+from ess.errors import BadInput, PoolFull, without_frames
 from ess.prefill import orders
 from ess.prefill.issuer import Issuer
 from ess.prefill.orders import Enter, Load, Open
@@ -23,26 +22,18 @@ OPEN_MAX: Final = 2048
 
 
 class Openings:
-    """`refused` ends a request whose prompt can never fit."""
+    """A request whose prompt can never fit gets its `refusal`; the lead ends it."""
 
     def __init__(
-        self,
-        issuer: Issuer,
-        prompts: Prompts,
-        roster: Roster[Request],
-        *,
-        clock: Clock,
-        refused: Callable[[Request], None],
+        self, issuer: Issuer, prompts: Prompts, roster: Roster[Request], *, clock: Clock
     ) -> None:
         self._issuer = issuer
         self._prompts = prompts
         self._roster = roster
         self._clock = clock
-        self._refused = refused
 
     def open(self, request: Request) -> None:
-        """Opens the prompt; PoolFull if it must wait. A prompt that can never fit ends as
-        refused."""
+        """Opens the prompt; PoolFull if it must wait."""
         assert request.gives is not None, f"request {request.number} gives no rows"
         if len(self._prompts) >= OPEN_MAX:
             sentence = f"all {OPEN_MAX} prompts are open; wait until a handoff has ended"
@@ -93,11 +84,10 @@ class Openings:
         )
 
     def _refuse(self, request: Request, refusal: PoolFull | BadInput) -> None:
-        """Ends the request as refused, unless it may wait: then raises the refusal."""
+        """The request keeps the refusal, unless it may wait: then raises it."""
         if isinstance(refusal, PoolFull) and not refusal.permanent:
             raise refusal
-        request.refusal = refusal
-        self._refused(request)
+        request.refusal = without_frames(refusal)
 
     def counted(self, stage: int, report: Counted) -> bool:
         """Records how many pages the stage has on disk. When all stages have said so, loads the

@@ -112,6 +112,10 @@ class Underway:
         return any(part.is_last for part in self.order.parts)
 
 
+def ignore(*_: Tensor) -> None:
+    """What is called between layers, and with states, of a stage that nothing follows."""
+
+
 class Stage:
     """`between` is called between layers, `leaves` with the state of each micro-batch for the next
     stage, which does not change any more; `ranks` are its team, if it has one."""
@@ -122,8 +126,8 @@ class Stage:
         *,
         port: Port | None,
         clock: Clock,
-        between: Callable[[], None] = lambda: None,
-        leaves: Callable[[Tensor], None] = lambda _: None,
+        between: Callable[[], None] = ignore,
+        leaves: Callable[[Tensor], None] = ignore,
         ranks: Ranks | None = None,
     ) -> None:
         self.runner = runner
@@ -200,6 +204,7 @@ class Stage:
                 self._profile(order, hidden)
             case Stop():
                 self.is_stopped = True
+                self.between = self.leaves = ignore  # they are of the stage's owner
                 self.ranks.stop()
 
     def open(

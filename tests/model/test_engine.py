@@ -234,8 +234,10 @@ def test_a_request_of_another_engine_is_refused():
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_memory_of_a_closed_engine_goes_without_a_search_for_garbage(depth):
     """Its objects are few, so Python would search late. A request that the caller keeps, one that
-    shares its prompt and one that was preempted and cancelled hold nothing of it."""
-    eng = engine("v32", mtp=2, depth=depth)
+    shares its prompt, one that was preempted and cancelled and one that was refused hold nothing
+    of it; nor does what the first that waits is short of."""
+    eng = engine("v32", mtp=2, depth=depth, host_pages=12)
+    refused = eng.add(prompt(70), Sampling(tokens_max=900))
     kept = eng.add(prompt(70), Sampling(tokens_max=4))
     follower = eng.add(prompt(70), Sampling(tokens_max=4), leader=kept)
     left = eng.add(prompt(90), Sampling(tokens_max=40))
@@ -244,6 +246,10 @@ def test_the_memory_of_a_closed_engine_goes_without_a_search_for_garbage(depth):
     eng.preempt(left)
     eng.cancel(left)
     run(eng)
+    for _ in range(2):
+        eng.add(prompt(300), Sampling(tokens_max=200))
+    eng.step()
+    assert (refused.reason, eng.refusal.limiter) == ("refused", "host pages")
     eng.close()
     eng.offload.close()
     gone = [weakref.ref(each) for each in (eng, eng.offload, eng.offload.owner, eng.runner)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from itertools import product
 
 import pytest
@@ -367,10 +369,13 @@ def test_another_worker_is_met_by_every_stage():
     assert [shelf.met for shelf in pipe.shelves] == [[], [b"who it is"], [b"who it is"]]
 
 
-def test_all_stages_stop_in_order():
-    pipe = Pipe(3)
+def test_all_stages_stop_in_order_and_leave_no_garbage():
+    """A refused request that the caller keeps holds nothing either."""
+    pipe = Pipe(3, page_count=4)
+    refused = pipe.add(text(700))
     pipe.add(text(CHUNK))
     pipe.run()
+    pipe.release_all()
     closing = threading.Thread(target=pipe.lead.close)
     closing.start()
     for rank, follower in enumerate(pipe.followers, 1):
@@ -381,3 +386,12 @@ def test_all_stages_stop_in_order():
         assert follower.is_stopped
     closing.join(30)
     assert not closing.is_alive()
+    owners = [pipe.lead, *pipe.followers, *pipe.stages, *(each.offload for each in pipe.stages)]
+    gone = [weakref.ref(each) for each in owners]
+    gc.disable()
+    try:
+        del pipe, follower, owners, closing
+        assert [each() for each in gone] == [None] * len(gone)
+    finally:
+        gc.enable()
+    assert refused.refusal is not None

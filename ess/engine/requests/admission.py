@@ -18,7 +18,7 @@ from typing import Final
 from ess.engine.requests.request import Request
 from ess.engine.requests.roster import Roster
 from ess.engine.tpot_control import TPOT
-from ess.errors import PoolFull
+from ess.errors import PoolFull, without_frames
 
 PAUSE_STEPS: Final = 16
 
@@ -28,14 +28,15 @@ Act = Callable[[Request], None]
 
 
 class Admission:
-    """`refusal` says what the first request that must come in later is short of."""
+    """`refusal` says what the first request that must come in later is short of; `is_asked`, that
+    the answer may be another than the last time."""
 
     def __init__(self, roster: Roster[Request], *, tpot_ms: float) -> None:
         self.refusal: PoolFull | None = None
         self._roster = roster
         self._tpot_ms = tpot_ms
         self._resume_step = 0
-        self._is_full = False
+        self._is_full = self.is_asked = False
 
     @property
     def running_count(self) -> int:
@@ -47,11 +48,11 @@ class Admission:
         return [request for request in self._roster.by_rank("preempted") if not request.is_held]
 
     def ask_again(self) -> None:
-        self._is_full = False
+        self._is_full, self.is_asked = False, True
 
     def fell_short(self, refusal: PoolFull) -> None:
         """Notes that a running request lacks room."""
-        self.refusal = refusal
+        self.refusal = without_frames(refusal)
 
     def pause(self, step_count: int) -> None:
         """A request was preempted in this step, for lack of room."""
@@ -60,6 +61,7 @@ class Admission:
     def admit(self, opens: Act, resumes: Act, *, step_count: int, limit: int) -> None:
         """Lets waiting requests in while the pools have room and fewer than `limit` run. The acts
         are not kept: their owner keeps this one, and a cycle would outlive a closed engine."""
+        self.is_asked = False
         if self._is_full and self.running_count:
             return
         self._is_full, self.refusal = False, None
@@ -69,7 +71,7 @@ class Admission:
                     self._refuse_if_slow(limit)
                     opens(request)
         except PoolFull as refusal:
-            self.refusal = refusal
+            self.refusal = without_frames(refusal)
             self._is_full = refusal.limiter != TPOT
             self._expect_ahead(opens)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from ess.engine.requests.request import Request
 from ess.engine.tokens.grammar import Grammar, Grammars
 from ess.engine.tokens.stops import Reader
-from ess.errors import BadInput, EssError
+from ess.errors import BadInput, EssError, without_frames
 from ess.models.config import ModelConfig
 from ess.models.text.tokenizer import Tokenizer
 from ess.units import shown
@@ -72,7 +72,7 @@ class Entry:
             try:
                 request.matcher = self._grammars.matcher(grammar)
             except EssError as error:
-                request.refusal = error
+                request.refusal = without_frames(error)
             if request.matcher is not None or request.refusal is not None:
                 del self._compiling[request]
                 done.append(request)

@@ -23,7 +23,7 @@ from ess.engine.requests.intake import Intake
 from ess.engine.requests.request import FinishReason, Request, State
 from ess.engine.requests.roster import Roster
 from ess.engine.step.underway.flights import Flights
-from ess.errors import BadInput, EssError, PoolFull, Unavailable
+from ess.errors import BadInput, EssError, PoolFull, Unavailable, without_frames
 from ess.pool.warmup import WindowSet
 
 
@@ -153,7 +153,7 @@ class Transitions:
             self.flights.enter(request)
 
     def refuse(self, request: Request, refusal: EssError) -> None:
-        request.refusal = refusal
+        request.refusal = without_frames(refusal)
         self.finish(request, "refused")
 
     def finish(self, request: Request, reason: FinishReason) -> None:
