@@ -93,7 +93,7 @@ class Shelf:
 
     def bring(self, claim: Claim, pages: PageIds, on_arrival: Arrived) -> PageLoad:
         """Reads the claimed texts into these pages, which their sequence has taken and nothing else
-        uses."""
+        uses. After an error none is read, and the claim is the caller's."""
         assert len(claim.contents) == len(pages) > 0, f"{len(pages)} pages are to come"
         loading = self._tier.begin_load(
             claim.contents, lambda place: self._latent.parts(int(pages[place]))

@@ -307,11 +307,13 @@ class Slots:
         self.warm_from(sequence, map(last_windows, windows), windows.shape[1])
 
     def warm_from(self, sequence: Sequence, sets: Iterable[WindowSet], window_count: int) -> None:
-        groups = range(self.pools.layout.group_count)
-        for group, (positions, last) in zip(groups, sets, strict=True):
-            chosen = warm_set(positions, last, window_count)
-            rows = self.pools.tables.rows_of(sequence.line, chosen.positions)
-            self._start(self.pools.sparse.warm(group, rows, chosen.ages))
+        chosen = [warm_set(positions, last, window_count) for positions, last in sets]
+        rows = [self.pools.tables.rows_of(sequence.line, each.positions) for each in chosen]
+        for group, mine in enumerate(rows):
+            absent = mine[self.pools.sparse.slot_of[group, mine] < 0]
+            row_copies.check_stored(self.pools, group, self.pools.index.host_rows(absent))
+        for group, (mine, each) in enumerate(zip(rows, chosen, strict=True)):
+            self._start(self.pools.sparse.warm(group, mine, each.ages))
 
     def fill(self, sequence: Sequence, row_max: int | None) -> int:
         pools, started_count = self.pools, 0

@@ -82,13 +82,13 @@ def _begin_on_host(
     """Preempted, and loading if the disk has a part of the prefix."""
     try:
         sequence.holding.open_on_host(prefix, page_count)
+        if claim is not None:
+            sequence.load(claim)
     except BaseException:
         if claim is not None:
             claim.release()
+        sequence.discard()
         raise
-    sequence.state = "preempted"
-    if claim is not None:
-        sequence.load(claim)
 
 
 def _cached_prefix(

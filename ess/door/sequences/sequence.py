@@ -30,6 +30,7 @@ from ess.errors import BadInput, BadState, Unavailable
 from ess.flashtrans.rows import scatter_rows
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import Claim
+from ess.pool.index import NONE
 from ess.pool.ledger import Promise
 from ess.pool.prefix import page_hashes
 from ess.pool.warmup import WindowSet
@@ -60,7 +61,7 @@ class Sequence:
         self.salt = salt
         self.length_max = length_max
         self.promise = promise
-        self.state: State = "active"
+        self._is_closed = False
         self.holding = Holding(owner.pools, length_max=length_max, promise=promise)
         self.progress = Progress(owner.pools, self.holding, start, self.number)
         self._load: PageLoad | None = None
@@ -78,10 +79,18 @@ class Sequence:
         """An error inside the block gives the open step up, or `close` would hide the error."""
         step = self.owner.open_step
         if kind is not None and step is not None and self in step.sequences:
+            if step.state == "broken":
+                return
             step.abandon()
         self.close()
 
     # ---- what may be read
+
+    @property
+    def state(self) -> State:
+        if self._is_closed:
+            return "closed"
+        return "preempted" if self.holding.line == NONE else "active"
 
     @property
     def tokens(self) -> list[int]:
@@ -351,7 +360,6 @@ class Sequence:
         self.progress.refresh()
         self.holding.save_state()
         self.holding.leave_device()
-        self.state = "preempted"
 
     def shelve(self, page_max: int) -> int:
         """Gives up leading host pages too, at most `page_max`, as far as they are on the disk or
@@ -387,7 +395,6 @@ class Sequence:
         self.owner.pools.inflight.drain()
         self.progress.refresh()
         self.holding.resume(length=self.length, text=self.text_length)
-        self.state = "active"
 
     def fork(self) -> Sequence:
         """A second sequence with the same rows so far: full pages shared, the partial one copied.
@@ -441,7 +448,7 @@ class Sequence:
             self.progress.refresh()
         if self.state == "active":
             self.holding.leave_device()
-        self.state = "closed"
+        self._is_closed = True
 
         def let_go() -> None:
             if self._shelved is None:

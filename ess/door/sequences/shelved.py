@@ -52,7 +52,11 @@ class Shelved:
         if len(claim.contents) < len(fresh):
             claim.release()
             return False
-        load = shelf.bring(claim, fresh, counts.append)
+        try:
+            load = shelf.bring(claim, fresh, counts.append)
+        except BaseException:
+            claim.release()
+            raise
         try:
             shelf.wait(load)
         except BaseException:

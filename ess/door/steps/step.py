@@ -34,7 +34,7 @@ from ess.door.steps.placement import Resolution
 from ess.door.steps.step_answers import PartAnswer, Recording, Tokens, known_texts
 from ess.errors import BadInput, BadState
 
-StepState = Literal["open", "sealed", "learned"]
+StepState = Literal["open", "broken", "sealed", "learned"]
 
 
 class Step:
@@ -45,7 +45,7 @@ class Step:
     `range`, and ranges of a layer follow each other in batch order.
 
     number          of the step; they count up
-    state           "open", "sealed" or "learned"
+    state           "open", "sealed" or "learned"; "broken" behind an error in the middle of a seal
     sequences       the batch
     lines           of each sequence, its line in the page tables
     query_counts    how many queries each sequence has
@@ -420,13 +420,15 @@ class Step:
         self.commit(accepted=[0] * len(self.sequences))
 
     def seal(self, *, accepted: Many[int] | Tensor) -> None:
-        """The device's half of `commit`: rows leave or go, the next step may begin.
+        """The device's half of `commit`: rows leave or go, the next step may begin. After an error
+        in the middle of that (memory, a driver, Ctrl-C) the offload can only be closed.
 
         On a device `accepted` may be a tensor, int32 [sequences], that the host has not read."""
         self._require_open()
         owner, kept = self.owner, self.arrays.kept(accepted, self.query_counts)
         rows = rows_of(self._brought, kept)
         self._require_complete(rows)
+        self.state = "broken"
         owner.placement.seal(self, rows)
         self.arrays.sealed(kept)
         self.state = "sealed"
@@ -461,6 +463,8 @@ class Step:
 
     def _require_open(self) -> None:
         self.owner.require()
+        if self.state == "broken":
+            raise BadState(f"step {self.number} broke off while it was sealed: close the offload")
         if self.state != "open":
             raise BadState(f"step {self.number} is {self.state}")
 

@@ -137,7 +137,8 @@ class DiskTier:
         return is_whole
 
     def begin_load(self, contents: Sequence[bytes], parts_of: Callable[[int], Parts]) -> Loading:
-        """Loads in other threads, the first of `contents` first, to where `parts_of` says."""
+        """Loads in other threads, the first of `contents` first, to where `parts_of` says. After an
+        error no page is loaded any more."""
 
         def load(first: int) -> int:
             last = min(first + READ_MAX, len(contents))
@@ -146,8 +147,14 @@ class DiskTier:
                     return place - first
             return last - first
 
-        starts = range(0, len(contents), READ_MAX)
-        return Loading([self._readers.submit(load, first) for first in starts])
+        loading = Loading()
+        try:
+            for first in range(0, len(contents), READ_MAX):
+                loading.runs.append(self._readers.submit(load, first))
+        except BaseException:
+            loading.cancel()
+            raise
+        return loading
 
     # ---- pages that come and go
 
@@ -237,22 +244,22 @@ class Claim:
 class Loading:
     """Pages on their way to memory, several readers at once."""
 
-    def __init__(self, runs: Sequence[Future[int]]) -> None:
-        self._runs = runs
+    def __init__(self) -> None:
+        self.runs: list[Future[int]] = []
 
     @property
     def is_done(self) -> bool:
-        return all(run.done() for run in self._runs)
+        return all(run.done() for run in self.runs)
 
     def wait(self) -> None:
-        for run in self._runs:
+        for run in self.runs:
             if not run.cancelled():
                 run.result()
 
     def cancel(self) -> None:
         """Stops the readers and waits for the pages that they have begun; afterwards no page is
         written into memory."""
-        for run in self._runs:
+        for run in self.runs:
             run.cancel()
         self.wait()
 
@@ -260,7 +267,7 @@ class Loading:
     def count(self) -> int:
         """How many leading pages came whole; to be read when `is_done`."""
         count = 0
-        for run in self._runs:
+        for run in self.runs:
             assert run.done(), "pages are still on their way"
             count += 0 if run.cancelled() else run.result()
             if run.cancelled() or run.result() < READ_MAX:

@@ -1,17 +1,27 @@
-"""An error at any line of a call that takes pages, or begins a step, leaves all as it was."""
+"""An error at any line of a call that takes pages, or begins a step, leaves all as it was; a step
+that breaks off at its end is refused."""
 
 from __future__ import annotations
 
 import linecache
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
-from ess.door import Offload, Sequence
-from tests.unit.door.test_door import make
+from ess.door import Offload, Sequence, Step
+from ess.door.residency import row_copies
+from ess.errors import BadState
+from ess.pool.disk import tier
+from tests.disk.test_engine_disk import disk_of
+from tests.unit.door.test_door import LAYOUT, make, rows
 from tests.unit.door.test_open_on_host import TOKENS, filled, free
 
 TAKING: Final = {"open", "open_on_host", "resume", "take_first", "add", "_enter", "_admit"} | {
@@ -136,3 +146,71 @@ CASES: Final = {
 def test_a_call_that_is_broken_off_changes_nothing(name: str) -> None:
     with make(query_max=64) as offload:
         assert len(check_case(offload, name)) > 5
+
+
+def test_an_open_whose_reads_do_not_start_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, tokens = disk_of(tmp_path, LAYOUT), list(range(200))
+    monkeypatch.setattr(tier, "READ_MAX", 1)
+    with make(disk=disk) as offload:
+        filled(offload, tokens, on_device=True).close()
+        offload.drain()
+        disk.flush()
+        offload._pools.latent.forget()
+        before, submit = state(offload), disk._readers.submit
+        for count in range(2):
+            started: list[Future[int]] = []
+
+            def some(*job: Any, started: Any = started, count: int = count) -> Future[int]:
+                if len(started) == count:
+                    raise RuntimeError("can't start new thread")
+                started.append(submit(*job))
+                return started[-1]
+
+            monkeypatch.setattr(disk._readers, "submit", some)
+            with pytest.raises(RuntimeError, match="new thread"):
+                offload.open(tokens, from_disk=True)
+            assert all(run.done() for run in started), "a page is read into memory that is free"
+            assert state(offload) == before
+            assert not disk._records.is_held
+        monkeypatch.setattr(disk._readers, "submit", submit)
+        sequence = offload.open(tokens, from_disk=True)
+        sequence.resume()
+        assert sequence.cached_count == 128, "with MTP the last page is left out"
+
+
+def test_a_lender_that_fails_finds_the_sequence_on_the_device() -> None:
+    with make(layout=replace(LAYOUT, state_bytes=8)) as offload:
+        sequence = filled(offload, TOKENS, on_device=False)
+        sequence.holding.lend(np.zeros(8, np.uint8), Mock(side_effect=OSError))
+        with pytest.raises(OSError):
+            sequence.resume()
+        assert sequence.state == "active"
+        sequence.close()
+        offload.drain()
+        offload.check()
+
+
+def test_a_step_that_breaks_off_while_it_is_sealed_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some of its rows are on their way to the host: it can neither be kept nor given up."""
+    monkeypatch.setattr(row_copies, "store_copies", Mock(side_effect=OSError("no lane")))
+
+    def broken(offload: Offload) -> Step:
+        with offload.open([1]) as sequence:
+            step = offload.begin([sequence], query_counts=[1])
+            for layer in range(LAYOUT.layer_count):
+                step.append(layer, rows(1))
+            with pytest.raises(OSError, match="no lane"):
+                step.commit(accepted=[1])
+            raise KeyError(step)
+
+    with make() as offload:
+        with pytest.raises(KeyError) as error:
+            broken(offload)
+        [step] = error.value.args
+        for call in (step.abandon, lambda: step.seal(accepted=[1])):
+            with pytest.raises(BadState, match="broke off while it was sealed: close the offload"):
+                call()

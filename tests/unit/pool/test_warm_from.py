@@ -15,7 +15,7 @@ from tests.handoff.layout import LAYOUT
 ROWS = 200
 
 
-def opened() -> tuple[Offload, object]:
+def opened(*, mtp_rows: int = ROWS) -> tuple[Offload, object]:
     offload = Offload.create(
         LAYOUT,
         slot_bytes=3 * LAYOUT.chunk_bytes,
@@ -28,7 +28,8 @@ def opened() -> tuple[Offload, object]:
     sequence = offload.open(list(range(ROWS + 1)))
     for layer in range(LAYOUT.layer_total):
         rows = np.random.default_rng(layer).integers(0, 255, (ROWS, 16), np.uint8)
-        sequence.import_rows(layer, 0, rows)
+        there = ROWS if layer < LAYOUT.layer_count else mtp_rows
+        sequence.import_rows(layer, 0, rows[:there])
     return offload, sequence
 
 
@@ -90,3 +91,13 @@ def test_a_preempted_sequence_is_not_warmed() -> None:
         sets = [last_windows(np.zeros((1, 1), np.int32))] * 3
         with pytest.raises(BadState, match="preempted, not active"):
             sequence.warm_from(sets, 1)
+
+
+def test_windows_of_which_the_last_group_lacks_rows_warm_no_group() -> None:
+    offload, sequence = opened(mtp_rows=10)
+    with offload:
+        before = residency(offload)
+        sets = [last_windows(np.array([[3, 12]], np.int32))] * 3
+        with pytest.raises(BadState, match="1 of 2 selected rows were never written"):
+            sequence.warm_from(sets, 1)
+        assert residency(offload) == before
