@@ -61,11 +61,15 @@ class Link:
         deadline_s = time.monotonic() + ANSWER_S
         while time.monotonic() <= deadline_s:
             if not _has_something([self.socket], STOPPED_S):
-                if _is_stopped(self.process):
-                    raise TimeoutError(f"process {self.process} is stopped")
+                self.require_going()
             elif (answer := self._take()) is not None:
                 return answer
         raise TimeoutError(f"no answer within {ANSWER_S} s")
+
+    def require_going(self) -> None:
+        """It can answer: no signal has stopped it."""
+        if _is_stopped(self.process):
+            raise TimeoutError(f"process {self.process} is stopped")
 
     def _take(self) -> tuple[dict[str, Any], bytes] | None:
         piece = self.socket.recv(1 << 18)
@@ -126,8 +130,9 @@ class Sandbox:
         if not self._is_started():
             return None
         try:
-            self._refill()
+            first = self._refill()
             if not self._spares:
+                first.require_going()
                 return None
             taken = self._spares.pop(0)
             self._refill()
@@ -149,7 +154,8 @@ class Sandbox:
         with contextlib.suppress(OSError):
             self._hear()
 
-    def _refill(self) -> None:
+    def _refill(self) -> Link:
+        """Asks the first process, which is returned, for those that are missing."""
         assert self._link is not None, "it is started"
         while len(self._forked) + len(self._spares) < SPARE_COUNT:
             ours, theirs = socket.socketpair()
@@ -157,6 +163,7 @@ class Sandbox:
             with theirs:
                 self._link.send({"verb": "fork"}, theirs.fileno())
         self._hear()
+        return self._link
 
     def _hear(self) -> None:
         for link in list(self._forked):

@@ -374,6 +374,14 @@ def test_stopped_processes_are_replaced_soon(fresh, monkeypatch):
     assert follower.failure == ""
 
 
+def test_a_first_process_that_is_stopped_is_lost(fresh, patched):
+    """New grammars waited for its forks without end."""
+    stops = "child.fork = lambda *_: child.os.kill(child.os.getpid(), child.signal.SIGSTOP)\n"
+    patched(f"child.tokenizer_of = lambda _: (None, [])\n{stops}")
+    with pytest.raises(Unavailable, match="lost twice"):
+        matcher("regex", "ab", by=fresh)
+
+
 def test_a_compiler_that_never_answers_is_lost(fresh, monkeypatch):
     monkeypatch.setattr(grammar_module, "COMPILING_S", 0.0)
     with pytest.raises(Unavailable, match="lost twice"):
