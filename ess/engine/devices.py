@@ -22,6 +22,8 @@ CPU: Final = "cpu"
 CUDA: Final = "cuda"
 DEFAULTS: Final[Mapping[str, Any]] = {"backend": "cuda", "form": "stored"}
 """Defaults of settings that are not given, where a device serves."""
+OF_PREFILL: Final[Mapping[str, Any]] = {"graphs": 0}
+"""Whatever is given: graphs are steps that decode, and a prefill worker runs none."""
 
 OF_DEVICES: Final = ("device_bytes", "graph_bytes", "graph_sizes", "nvtx", "pp_devices")
 
@@ -93,11 +95,14 @@ def brought_by(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
     >>> brought_by({"device": "cuda", "form": "bf16"})
     ({'backend': 'cuda'}, [])
+    >>> brought_by({"device": "cuda", **DEFAULTS, "role": "prefill"})
+    ({'graphs': 0}, [])
     >>> brought_by({"device_bytes": "60GiB"})
     ({}, ['device_bytes has no effect: device is cpu'])
     """
     if is_device(given.get("device", CPU)):
-        return {name: value for name, value in DEFAULTS.items() if name not in given}, []
+        brought = {name: value for name, value in DEFAULTS.items() if name not in given}
+        return {**brought, **(OF_PREFILL if given.get("role") == "prefill" else {})}, []
     return {}, [f"{name} has no effect: device is cpu" for name in OF_DEVICES if name in given]
 
 

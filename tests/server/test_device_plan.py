@@ -50,8 +50,15 @@ FOUND = DeviceReport(
 )
 
 
-def planned(report: DeviceReport = FOUND, *, free: int = HOST, **given: Any) -> MemoryPlan:
-    settings = resolve({"device": "cuda", "max_model_len": "8k", **given}, environment={}).settings
+def planned(
+    report: DeviceReport = FOUND,
+    *,
+    free: int = HOST,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **given: Any,
+) -> MemoryPlan:
+    flags = {"device": "cuda", "max_model_len": "8k", **given}
+    settings = resolve(flags, environment=environment).settings
     config = read_checkpoint("").config
     needed = DeviceNeeds(
         config=config,
@@ -115,6 +122,17 @@ def test_a_length_in_which_no_graph_can_be_captured_is_refused_before_weights_ar
         planned(max_model_len="4", mtp=2)
     assert planned(max_model_len="5", mtp=2).length_max == 5
     assert planned(max_model_len="2", mtp=2, graphs=0).length_max == 2
+
+
+def test_a_prefill_worker_captures_no_graphs():
+    """Whatever a file says that serves workers of both roles."""
+    told = {"role": "prefill", "peer_secret": SECRET, "max_model_len": "2", "mtp": 2}
+    plan = planned(**told, environment={"ESS_GRAPHS": "8"})
+    assert plan.length_max == 2
+    assert [line.bytes for line in plan.device.lines if line.name == "graphs"] == [0]
+    assert of_stages(TWO, **SIZES, mtp=2, max_model_len="2").length_max == 2
+    with pytest.raises(BadInput, match="graphs has no effect on a prefill worker"):
+        planned(**told, graphs=8)
 
 
 def test_a_share_of_a_device_says_nothing_of_a_host():

@@ -340,7 +340,7 @@ def resolve(
     values |= brought
     origins.update(dict.fromkeys(brought, "derived"))
     settings = Settings(**values)
-    check_flags(settings, [name for name, origin in origins.items() if origin == "flag"])
+    check_flags(settings, given_flags)
     return Resolved(settings=settings, origins=origins, notes=(*notes, *unused))
 
 
