@@ -139,6 +139,8 @@ UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
         "json_schema": _FORM,
         "mcp_servers": "the client makes the calls",
         "container": _CODE,
+        "thread": "no conversation is kept: send all messages",
+        "compaction": "ask for a summary in a message",
         "output_format": "give output_config",
         "structural_tag": "give it in response_format or structured_outputs",
         **dict.fromkeys(("watermark", "watermarking"), ""),

@@ -76,6 +76,8 @@ UNASKED = [SAID, {"role": "user", "content": [RESULT]}]
         ({"n": 2}, "one answer"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not served"),
         ({"container": "c"}, "container is not served"),
+        ({"thread": {"type": "continue", "previous_message_id": "m"}}, "thread is not served"),
+        ({"compaction": {"type": "summarize"}}, "compaction is not served"),
         ({"temperature": "warm"}, "temperature"),
     ],
 )
