@@ -329,16 +329,25 @@ def test_every_constraint_becomes_a_grammar(plain: Served, path, changed, kind):
     assert grammar.kind == kind
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, TOKENS])
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        *((path, {}) for path in (COMPLETIONS, CHAT, TOKENS)),
+        (COMPLETIONS, {"echo": True, "logprobs": 0, "return_token_ids": True}),
+    ],
+)
 @pytest.mark.parametrize("last", [True, False])
-def test_usage_may_come_with_every_chunk(plain: Served, path, last):
+def test_usage_may_come_with_every_chunk(plain: Served, path, more, last):
+    """It counts the tokens up to and with the chunk's: an echo comes with the first token."""
     options = {"include_usage": last, "continuous_usage_stats": True}
-    raw = post(plain, path, {**BODIES[path], "stream": True, "stream_options": options})
+    raw = post(plain, path, {**BODIES[path], **more, "stream": True, "stream_options": options})
     lines = [line.removeprefix(b"data: ") for line in raw.split(b"\n\n") if line]
     chunks = [json.loads(line) for line in lines if line != b"[DONE]"]
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert set(counts) >= {1, 2, 3, 4, 5}
+    said = [len(choice.get("token_ids", ())) for chunk in chunks for choice in chunk["choices"]]
+    assert not more or counts[: len(said)] == [*itertools.accumulate(said)]
     assert (not chunks[-1]["choices"]) == last
     assert all(
         chunk["usage"]["prompt_tokens_details"]["cached_tokens"] == 2 for chunk in chunks[1:]

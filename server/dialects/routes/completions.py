@@ -183,26 +183,22 @@ class CompletionWriter(Writer):
             return b'%b%d,"text":%b%b' % (self._open, index, text, self._close)
         if delta.finish is None and not delta.tokens and not delta.text:
             return b""
-        return self._echo(index) + event(self._chunk(index, delta))
+        return event(self._chunk(index, delta))
 
-    def _echo(self, index: int) -> bytes:
-        """The echoed prompt, sent once its log probabilities are known."""
+    def _echo(self, index: int) -> tuple[str, list[int], list[Chance | None]]:
+        """The echoed prompt: its log probabilities are known with its first delta."""
         shape = self._shape
         if not shape.ask.echo or shape.ask.logprobs is None or self._has_echoed[index]:
-            return b""
+            return "", [], []
         self._has_echoed[index] = True
-        return event(self._chunk(index, Delta(shape.echoed(index), ()), shape.scored(index)))
+        return shape.echoed(index), *shape.scored(index)
 
-    def _chunk(
-        self,
-        index: int,
-        delta: Delta,
-        echoed: tuple[list[int], list[Chance | None]] = ([], []),
-    ) -> dict[str, Any]:
-        tokens, chances = [*echoed[0], *delta.tokens], [*echoed[1], *delta.chances]
+    def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
+        echo, scored, known = self._echo(index)
+        tokens, chances = [*scored, *delta.tokens], [*known, *delta.chances]
         choice: dict[str, Any] = {
             "index": index,
-            "text": delta.text,
+            "text": echo + delta.text,
             "logprobs": self._shape.logprobs(tokens, chances, self._offsets[index]),
             "finish_reason": delta.finish,
             "stop_reason": delta.stopped_by,
