@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import re
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -124,7 +122,7 @@ def killed_with_grammar(target: Target) -> str:
 
 
 def killed_engine(target: Target) -> str:
-    os.kill(target.process.engine_pid, signal.SIGKILL)
+    target.process.kill_engine()
     return "engine -9"
 
 

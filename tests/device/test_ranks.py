@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -216,7 +215,7 @@ def test_an_engine_that_is_killed_in_the_rehearsal_comes_back_with_the_others(
             process = Process(*of_rank, *alike, *SIZES, stderr=lines.fileno(), **told)
             servers.append(kept.enter_context(process))
         until(lambda: all("a step" in log.read_text() for log in logs), "rehearsals", within_s=240)
-        os.kill(servers[1].engine_pid, signal.SIGKILL)
+        servers[1].kill_engine()
         assert "captured in" not in logs[1].read_text(), "it was killed too late"
         for server, log in zip(servers, logs, strict=True):
             until(lambda log=log: "ready after" in log.read_text(), "a restart", within_s=240)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 import socketserver
 import threading
@@ -267,9 +265,9 @@ def test_engines_that_are_replaced_meet_again():
     """Under the epochs of the new engines, while the servers stay."""
     with Half("prefill") as left, Half("decode", "--peers", f"127.0.0.1:{left.port}") as right:
         [before] = right.wait_met().peers
-        os.kill(left.engine_pid, signal.SIGKILL)
+        left.kill_engine()
         until(lambda: right.peers[0]["engine_id"] != before["engine_id"], "the next engine's epoch")
-        os.kill(right.engine_pid, signal.SIGKILL)
+        right.kill_engine()
         until(lambda: "restarts_total 1.0" in right.ask("/metrics").text, "another engine")
         right.wait_ready()
         right.wait_met()

@@ -18,7 +18,7 @@ from ess.models.load import load_model
 from tests.server.harness import until
 from tests.support.few import few
 from tests.support.greedy import greedy
-from tests.support.kin import is_running, kin, told
+from tests.support.kin import is_running, kin, told, worker_of
 from tests.support.process import Process
 from tests.support.routers import ADVISED, SMG, Router, ask
 
@@ -89,7 +89,7 @@ def test_two_ranks_answer_lose_one_another_and_end():
         going = tokens(urls[0])
         first = [next(going), next(going)]
         [victim] = {*kin(process.greeting["processes"][1]["pid"])} & {*before}
-        os.kill(victim, signal.SIGKILL)
+        os.kill(worker_of(victim), signal.SIGKILL)
         assert [*first, *going] == expected
         assert not {*before} & {*engines(process)}, "an engine has outlived its group"
         assert list(tokens(urls[1])) == expected

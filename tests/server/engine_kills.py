@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from tests.server.harness import VOCABULARY, until
 from tests.server.test_dashboard import metrics
 from tests.support.crowd import Crowd
-from tests.support.kin import commands, is_running
+from tests.support.kin import commands, is_running, worker_of
 from tests.support.process import Process
 from tests.support.told import Told, told
 
@@ -122,7 +122,7 @@ class Killing:
         """When an engine is there. The moment of the kill."""
         until(lambda: bool(self._engines()), "an engine")
         [pid] = self._engines()
-        os.kill(pid, signal.SIGKILL)
+        os.kill(worker_of(pid), signal.SIGKILL)
         killed_s = time.monotonic()
         self.found.kill_count += 1
         until(lambda: not is_running(pid), "its end")

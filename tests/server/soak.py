@@ -19,7 +19,6 @@ import json
 import math
 import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -261,7 +260,7 @@ def soak(
             samples.append(sampled(server, began_s))
             if kill_every_s and passed_s > (kills + 1) * kill_every_s:
                 with contextlib.suppress(ValueError, ProcessLookupError):
-                    os.kill(server.engine_pid, signal.SIGKILL)
+                    server.kill_engine()
                     kills += 1
         over.set()
         for client in clients:

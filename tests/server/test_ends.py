@@ -48,7 +48,7 @@ def test_sigterm_ends_a_server_whose_log_is_broken(log):
 def test_a_lost_engine_ends_a_server_whose_log_is_broken(log):
     flags = (*PACED, "--engine-restarts", "0")
     with log() as stderr, Process(*flags, stderr=stderr).wait_ready() as process:
-        os.kill(process.engine_pid, signal.SIGKILL)
+        process.kill_engine()
         assert process.ended(END_S) == 1
 
 

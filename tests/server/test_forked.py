@@ -15,7 +15,7 @@ import pytest
 
 from tests.server.harness import until
 from tests.support.forked import ROOT, Forked, finished, forked_engines, nursery, started
-from tests.support.kin import children, is_running, kin, told
+from tests.support.kin import children, is_running, kin, told, worker_of
 
 SAYS = """
 import atexit, os, signal, sys, threading
@@ -152,10 +152,11 @@ def test_a_process_stands_for_an_engine_and_ends_as_it_ends():
         process.stdin.flush()
         assert "Input data was truncated" in process.stderr.read()
         assert process.wait(120) == 1
-    with engine() as process:
-        until(lambda: forks() - before, "a fork")
-        os.kill(*(forks() - before), signal.SIGABRT)
-        assert process.wait(120) == -signal.SIGABRT
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        with engine() as process:
+            until(lambda: worker_of(process.pid) != process.pid, "a fork")
+            os.kill(worker_of(process.pid), number)
+            assert process.wait(120) == -number
 
 
 @pytest.mark.usefixtures("_imported")

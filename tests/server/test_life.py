@@ -232,7 +232,7 @@ def test_a_killed_engine_fails_health_ends_streams_and_the_server():
     with Process("--engine-restarts", "0").wait_ready() as process:
         stream = process.stream()
         next(stream)
-        os.kill(process.engine_pid, signal.SIGKILL)
+        process.kill_engine()
         with pytest.raises(openai.APIError, match="SIGKILL"):
             list(stream)
         assert process.status("/health") in (503, 0), "0: it has ended meanwhile"

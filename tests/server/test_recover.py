@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import urllib.request
 from pathlib import Path
 
@@ -14,9 +12,8 @@ from tests.server.engine_kills import KINDS, STEPPED, Killing, flags_of
 from tests.server.harness import until
 from tests.server.test_dashboard import metrics
 from tests.server.test_fronts import all_are_ready, crowd, several
-from tests.server.test_succession import KILLED, has_engine, kill, stopped_said
+from tests.server.test_succession import KILLED, has_engine, stopped_said
 from tests.support.crowd import Crowd
-from tests.support.kin import commands
 from tests.support.process import Process
 from tests.support.told import told
 
@@ -54,10 +51,7 @@ def test_a_model_s_answers_are_those_of_an_engine_that_was_not_killed():
 def test_streams_of_all_server_processes_go_on():
     with several("--recover", "resume") as process, crowd(process, 6) as going:
         until(lambda: all(raw.count(b"data: ") > 3 for raw in going.texts), "tokens of all")
-        [engine] = [
-            pid for pid, words in commands(process.process.pid).items() if "ess.engine" in words
-        ]
-        os.kill(engine, signal.SIGKILL)
+        process.kill_engine()
         all_are_ready(process)
         before = [raw.count(b"data: ") for raw in going.texts]
         until(
@@ -77,9 +71,9 @@ def test_an_engine_that_dies_every_time_ends_what_waits_and_then_the_server():
         with Crowd(process.url, [endless, {**endless, "stream": False}]) as going:
             until(lambda: metrics(process.url)["ess_requests_running", ""] == 2, "their running")
             for _ in range(2):
-                lost = kill(process)
+                lost = process.kill_engine()
                 until(lambda pid=lost: has_engine(process, pid), "the next engine")
-            kill(process)
+            process.kill_engine()
             until(lambda: all(map(going.is_over, range(2))), "the ends of both")
             assert all(told(raw).error.startswith(KILLED) for raw in going.texts)
         assert process.ended(60) == 1
@@ -105,7 +99,7 @@ def test_stored_pages_are_read_again_where_they_are_whole(tmp_path: Path, is_dam
             if is_damaged:
                 slab = tmp_path / "pages.slab"
                 slab.write_bytes(bytes(slab.stat().st_size))
-            kill(process)
+            process.kill_engine()
             until(lambda: going.is_over(0), "its end")
             assert told(going.texts[0]) == expected
         counts = metrics(process.url)

@@ -35,7 +35,7 @@ from tests.pd.pairs import SECRET
 from tests.server.harness import PacedEngine, Served, counting, until
 from tests.server.test_dashboard import metrics
 from tests.server.test_succession import answered
-from tests.support.kin import commands, is_running
+from tests.support.kin import commands, is_running, worker_of
 from tests.support.process import ROOT, RUN, Process
 
 PREFILL = {"role": "prefill", "peer_secret": SECRET}
@@ -395,7 +395,7 @@ def lose_last_stage(first: Real, second: Real) -> None:
 
     before = epoch()
     last = max(pid for pid, words in commands(first.process.pid).items() if "ess.pre" in words)
-    os.kill(last, signal.SIGKILL)
+    os.kill(worker_of(last), signal.SIGKILL)
     until(lambda: not is_running(last), "its end")
     until(lambda: epoch() != before, "the next worker's epoch")
 

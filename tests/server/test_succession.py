@@ -39,19 +39,12 @@ from tests.server.test_fronts import (
     is_replaced,
     several,
 )
-from tests.support.kin import children, commands, is_running
+from tests.support.kin import children, commands, is_running, worker_of
 from tests.support.manual_clock import ManualClock
 from tests.support.process import Process
 
 PACED = ("--engine", "paced", "--pace-ms", "20")
 KILLED = "the engine is gone: its process was ended by SIGKILL"
-
-
-def kill(process: Process) -> int:
-    """The pid of the engine that was killed."""
-    pid = process.engine_pid
-    os.kill(pid, signal.SIGKILL)
-    return pid
 
 
 def has_engine(process: Process, *others: int) -> bool:
@@ -71,7 +64,7 @@ def stop_successor(process: Process) -> int:
     """The pid of an engine that was stopped before it got ready: of the next, unless that came
     too early for us."""
     while True:
-        lost = kill(process)
+        lost = process.kill_engine()
         until(lambda pid=lost: has_engine(process, pid), "another engine")
         stopped = process.engine_pid
         os.kill(stopped, signal.SIGSTOP)
@@ -103,7 +96,7 @@ def test_a_killed_engine_ends_its_streams_and_another_answers():
     with Process(*PACED).wait_ready() as process, crowd(process, 4) as going:
         all_have_begun(going)
         server = process.process.pid
-        lost = kill(process)
+        lost = process.kill_engine()
         all_are_over(going)
         assert all(f'"message":"{KILLED}"'.encode() in text for text in going.texts)
         succeeded(process, lost)
@@ -144,7 +137,7 @@ def test_a_whole_answer_that_was_under_way_is_503_with_a_time():
     with Process(*PACED).wait_ready() as process, ThreadPoolExecutor() as beside:
         whole = beside.submit(answered, process, "/v1/completions", body)
         until(lambda: metrics(process.url)["ess_requests_running", ""] == 1, "its running")
-        kill(process)
+        process.kill_engine()
         status, headers, document = whole.result(60)
         assert (status, headers["retry-after"]) == (503, "5")
         assert document["error"]["message"].startswith(KILLED)
@@ -175,10 +168,10 @@ def test_one_that_is_killed_while_the_first_model_loads_is_replaced():
     with Process() as process:
         until(lambda: has_engine(process), "an engine")
         assert process.status("/ready") == 503
-        lost = kill(process)
+        lost = process.kill_engine()
         succeeded(process, lost)
         before = "".join(c.choices[0].text for c in process.stream(max_tokens=24, temperature=0))
-        lost = kill(process)
+        lost = process.kill_engine()
         succeeded(process, lost)
         after = "".join(c.choices[0].text for c in process.stream(max_tokens=24, temperature=0))
         assert before == after
@@ -191,7 +184,7 @@ def test_one_that_is_lost_while_the_server_drains_has_no_successor():
         all_have_begun(going)
         process.process.terminate()
         until(lambda: process.status("/ready") == 503, "the drain")
-        kill(process)
+        process.kill_engine()
         all_are_over(going)
         assert all(KILLED.encode() in text for text in going.texts)
         assert process.ended(60) == 0
@@ -211,8 +204,8 @@ def test_sigterm_between_two_engines_ends_the_server():
 def test_beyond_the_limit_the_server_ends_and_says_so():
     with Process(*PACED, "--engine-restarts", "2").wait_ready() as process:
         for _ in range(2):
-            succeeded(process, kill(process))
-        kill(process)
+            succeeded(process, process.kill_engine())
+        process.kill_engine()
         assert process.ended(60) == 1
         last = process.process.communicate()[1].strip().splitlines()[-1]
         most = "it was started again 2 times within 10 minutes, which is the most"
@@ -232,7 +225,7 @@ def test_nothing_is_left_of_engines_that_were_lost():
         for _ in range(5):
             with crowd(process, 2) as going:
                 all_have_begun(going)
-                succeeded(process, kill(process))
+                succeeded(process, process.kill_engine())
             until(
                 lambda: metrics(process.url)["ess_connections", ""] <= 1, "their connections' end"
             )
@@ -246,17 +239,14 @@ def test_nothing_is_left_of_engines_that_were_lost():
 def test_all_processes_of_a_server_hear_the_next_engine():
     with several() as process, crowd(process) as going:
         all_have_begun(going)
-        [engine] = [
-            pid for pid, words in commands(process.process.pid).items() if "ess.engine" in words
-        ]
-        os.kill(engine, signal.SIGKILL)
+        process.kill_engine()
         all_are_over(going)
         assert all(KILLED.encode() in text for text in going.texts)
         all_are_ready(process)
         with crowd(process) as more:
             all_have_begun(more)
         victim = next(p for p, words in commands(process.process.pid).items() if "front" in words)
-        os.kill(victim, signal.SIGKILL)
+        os.kill(worker_of(victim), signal.SIGKILL)
         is_replaced(process, victim)
         with crowd(process) as more:
             all_have_begun(more)
@@ -404,7 +394,7 @@ def test_a_front_that_cannot_be_started_is_tried_again(monkeypatch):
 def test_a_server_that_can_open_nothing_more_ends():
     with Process(*PACED, "--engine-restarts", "1").wait_ready() as process:
         resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE, (8, 8))
-        kill(process)
+        process.kill_engine()
         assert process.ended(60) == 1
         said = process.process.communicate()[1].strip().splitlines()
         full = f"the engine is gone: it cannot be started: {os.strerror(errno.EMFILE)}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -106,7 +104,7 @@ def test_a_server_says_what_the_plain_model_says(
         left.close()
         going = tokens(process.url)
         first = [next(going), next(going)]
-        os.kill(process.engine_pid, signal.SIGKILL)
+        process.kill_engine()
         assert [*first, *going] == expected
         assert gauge(process.url, "ess_requests_preempted") == 0
 

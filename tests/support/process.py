@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.support.forked import ROOT, forked_engines, started
-from tests.support.kin import commands, kin
+from tests.support.kin import commands, kin, worker_of
 
 if TYPE_CHECKING:
     import openai
@@ -129,6 +129,12 @@ class Process:
         below = commands(self.process.pid)
         [engine] = [pid for pid, words in below.items() if "ess.engine.process" in words]
         return engine
+
+    def kill_engine(self) -> int:
+        """The pid that the server knew it by; what it held is free for the next engine."""
+        pid = self.engine_pid
+        os.kill(worker_of(pid), signal.SIGKILL)
+        return pid
 
     def stream(self, **asked: object) -> openai.Stream[openai.types.Completion]:
         import openai  # a machine with a GPU may be without it

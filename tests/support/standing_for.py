@@ -42,7 +42,8 @@ def stand(kind: str, words: list[str]) -> None:
             signal.signal(number, lambda number, _: os.kill(fork, number))
         code = int(nursery.recv(64) or -signal.SIGKILL)
         if code < 0:
-            signal.signal(-code, signal.SIG_DFL)
+            if code != -signal.SIGKILL:
+                signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         os._exit(code)
 

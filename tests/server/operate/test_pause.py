@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import urllib.error
@@ -169,7 +168,7 @@ def test_a_pause_holds_for_every_process_and_for_the_next_engine():
         next(stream)
         asked("/pause?mode=keep")
         until(lambda: said() == {True}, "a word of both processes")
-        os.kill(process.engine_pid, signal.SIGKILL)
+        process.kill_engine()
         until(lambda: renewed() == {True}, "the next engine")
         asked("/resume")
         assert sum(1 for _ in stream) > 100
