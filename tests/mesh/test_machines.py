@@ -20,7 +20,7 @@ from tests.mesh.test_serve import POOL
 from tests.ranks.test_serve import streamed
 from tests.server.harness import until
 from tests.support.greedy import greedy
-from tests.support.kin import is_running, kin, told
+from tests.support.kin import is_running, kill_all, kin, told
 from tests.support.machines import Machine, two_machines
 from tests.support.process import READY_S, ROOT, RUN, SMALL
 
@@ -84,9 +84,12 @@ def node(machine: Machine, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         everybody = [process.pid, *kin(process.pid)]
-        process.terminate()
-        process.wait(60)
-        until(lambda: not any(map(is_running, everybody)), "the end of everybody")
+        try:
+            process.terminate()
+            process.wait(60)
+            until(lambda: not any(map(is_running, everybody)), "the end of everybody")
+        finally:
+            kill_all(filter(is_running, everybody))
 
 
 def engines(process: subprocess.Popen[bytes]) -> list[int]:

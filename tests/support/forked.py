@@ -37,7 +37,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.support.kin import kin
+from tests.support.kin import kill_all, kin
 from tests.support.standing_for import NURSERY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,9 +94,7 @@ def finished(kind: str, *words: object, env: Mapping[str, str]) -> subprocess.Co
         try:
             printed, said = process.communicate()
         except BaseException:
-            for pid in (*kin(process.pid), process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_all([*kin(process.pid), process.pid])
             raise
     return subprocess.CompletedProcess(given, process.returncode, printed, said)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 LIFELINE = "ess.engine.process.lifeline"
@@ -54,6 +56,12 @@ def fields(process: int) -> list[str]:
 def is_running(process: int) -> bool:
     """A process that has ended counts as ended before its parent has waited for it."""
     return fields(process)[:1] not in ([], ["Z"], ["X"])
+
+
+def kill_all(processes: Iterable[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def wait_for_end(process: int) -> None:
