@@ -79,9 +79,13 @@ def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Small ops on busy cores wait longer for a second thread than it saves. A test that wants more
-    threads takes them, and the next one begins with one again."""
+    threads takes them, and the next one begins with one again. Noise of no seed is the same for a
+    test whichever tests its worker has run before."""
     torch = sys.modules.get("torch")
-    if torch is not None and item.get_closest_marker("gpu") is None:
+    if torch is None:
+        return
+    torch.default_generator.manual_seed(0)
+    if item.get_closest_marker("gpu") is None:
         torch.set_num_threads(1)
 
 

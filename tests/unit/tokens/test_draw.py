@@ -134,6 +134,10 @@ def test_what_is_masked_is_never_drawn_and_rows_may_have_few_candidates():
         assert set(drawn.tolist()) == {7, 4000}, wishes
 
 
+def test_noise_of_no_seed_does_not_depend_on_the_tests_before():
+    assert torch.initial_seed() == 0
+
+
 def test_the_order_is_by_value_then_by_id_for_every_reach():
     scores = torch.randint(0, 40, (3, 1000)).float()
     whole = scores.sort(dim=-1, descending=True, stable=True)
