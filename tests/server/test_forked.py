@@ -136,6 +136,11 @@ def forks(kind: str = "engine") -> set[int]:
     return {*children(nursery(kind).process.pid)}
 
 
+def fork_of(process: subprocess.Popen[str]) -> int:
+    until(lambda: worker_of(process.pid) != process.pid, "a fork")
+    return worker_of(process.pid)
+
+
 def has_torch(process: int) -> bool:
     return "libtorch" in told(process, "maps")
 
@@ -154,9 +159,21 @@ def test_a_process_stands_for_an_engine_and_ends_as_it_ends():
         assert process.wait(120) == 1
     for number in (signal.SIGABRT, signal.SIGKILL):
         with engine() as process:
-            until(lambda: worker_of(process.pid) != process.pid, "a fork")
-            os.kill(worker_of(process.pid), number)
+            os.kill(fork_of(process), number)
             assert process.wait(120) == -number
+
+
+@pytest.mark.usefixtures("_imported")
+def test_a_signal_for_a_fork_that_has_ended_changes_nothing():
+    """It comes before the end is seen, since what stands for the fork is stopped."""
+    with engine() as process:
+        fork = fork_of(process)
+        process.send_signal(signal.SIGSTOP)
+        os.kill(fork, signal.SIGABRT)
+        until(lambda: fork not in forks(), "the fork's end")
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(120) == -signal.SIGABRT
 
 
 @pytest.mark.usefixtures("_imported")

@@ -39,13 +39,18 @@ def stand(kind: str, words: list[str]) -> None:
         for file in files[3:]:
             os.close(file)
         for number in HANDED_ON:
-            signal.signal(number, lambda number, _: os.kill(fork, number))
+            signal.signal(number, lambda number, _: hand_on(fork, number))
         code = int(nursery.recv(64) or -signal.SIGKILL)
         if code < 0:
             if code != -signal.SIGKILL:
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         os._exit(code)
+
+
+def hand_on(fork: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended, which the nursery is to say
+        os.kill(fork, number)
 
 
 def inherited() -> list[int]:
