@@ -24,6 +24,7 @@ from ess.errors import BadInput, BadState, Unavailable
 from ess.flashtrans.lanes import open_lane
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
+from ess.pool.device_bytes import check_on_device
 from ess.pool.disk.tier import DiskTier
 from ess.pool.latent import Common
 from ess.pool.ledger import Promise
@@ -379,14 +380,7 @@ def _device_side(
     for name, value in own.items():
         if value is not None:
             raise BadInput(f"{name} is given, but {device!r} has its own")
-    if layout.rows:
-        raise BadInput(f"{layout.name!r} has rows of several sizes: not on {device!r} yet")
-    if layout.row_tokens > 1 or layout.has_states:
-        raise BadInput(f"{layout.name!r} has rows of several tokens: not on {device!r} yet")
-    if any(layout.windows):
-        raise BadInput(f"{layout.name!r} has layers that attend to a window: not on {device!r} yet")
-    if layout.select_unit > 1:
-        raise BadInput(f"{layout.name!r} selects units of several rows: not on {device!r} yet")
+    check_on_device(layout, device)
     from ess.door.device.device_side import open_device_side
 
     return open_device_side(layout, sizes, device, clock, disk)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.pool.capacity import even_chunks, page_count
 from ess.pool.lru.arena import AGE_MAX
@@ -61,6 +62,19 @@ class PoolShape:
         """The most blocks of 64 slots that each group may own."""
         counts = zip(chunks_max(self.layout, self.chunks), self.layout.groups, strict=True)
         return [chunks * (self.layout.group_layers_max // len(group)) for chunks, group in counts]
+
+
+def check_on_device(layout: ModelLayout, device: str) -> None:
+    """Refuses a layout that no device serves yet."""
+    lacks = {
+        "has rows of several sizes": bool(layout.rows),
+        "has rows of several tokens": layout.row_tokens > 1 or layout.has_states,
+        "has layers that attend to a window": any(layout.windows),
+        "selects units of several rows": layout.select_unit > 1,
+    }
+    for what, lacking in lacks.items():
+        if lacking:
+            raise BadInput(f"{layout.name!r} {what}: not on {device!r} yet")
 
 
 def stage_shape(

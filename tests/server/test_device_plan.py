@@ -457,6 +457,17 @@ def test_index_keys_leave_room_for_slots(given: dict[str, Any], short: int, long
         assert plan.device.room - plan.device.taken < GIB // 4, "room is left over"
 
 
+@pytest.mark.parametrize("name", ["dots3-note", "mistral-large-4"])
+def test_a_model_that_no_device_serves_is_refused_before_weights_are_loaded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(device_probing, "ask", lambda ordinal: FOUND)
+    settings = resolve({"device": "cuda", "max_model_len": "8k"}, environment={}).settings
+    layout = make_plan(read_config(name)).config.layout()
+    with pytest.raises(BadInput, match="has rows of several sizes: not on 'cuda' yet"):
+        launch.planned(settings, read_checkpoint(""), layout)
+
+
 def test_ranks_of_one_command_plan_each_for_its_own_device(monkeypatch: pytest.MonkeyPatch):
     """Of the second device others have nearly all."""
     crowded = msgspec.structs.replace(FOUND, count=2, free_bytes=2 * RESERVED + GIB)

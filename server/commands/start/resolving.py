@@ -22,6 +22,7 @@ from ess.free_resources import cores_free, memory_free, memory_total
 from ess.layout import ModelLayout
 from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.overlap import calibration
+from ess.pool.device_bytes import check_on_device
 from ess.server.commands.start.devices.device_probing import device_reports
 from ess.server.commands.start.devices.device_sizing import DeviceNeeds, plan_on_device
 from ess.server.commands.start.devices.device_stages import plan_stages
@@ -149,6 +150,8 @@ def planned(
     """The plan for the host's memory, of which `shared_by` workers have equal parts, or for the
     device's, after asking the device whether it can serve."""
     devices = device_reports(settings)
+    if devices:
+        check_on_device(layout, settings.device)
     empty = {name: replace(each, free_bytes=each.total_bytes) for name, each in devices.items()}
     told = (settings, checkpoint, layout)
     return now_or_never(
