@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ess.engine.graphs import buckets
+from ess.engine.graphs import buckets, rehearsal
 from ess.engine.prompt import plain_rows
 from ess.engine.ranks.agreement import StepNeeds, agreed
 from ess.engine.step_bytes import graph_bytes
@@ -92,6 +92,22 @@ def test_graphs_stay_within_their_bytes(monkeypatch):
     eng.offload.close()
 
 
+def test_a_kind_without_bytes_does_not_ask_the_device_in_each_step(monkeypatch):
+    eng = engines.engine("cuda", graphs="many", beside_bytes=1)
+    replays, asked = eng._flights.replays, []
+    replays._runner.standby = SimpleNamespace(decode=lambda agreement: None)
+    monkeypatch.setattr(type(replays), "left_bytes", property(lambda _: asked.append(0) or 0))
+    for _ in range(33):
+        replays.stand_by(agreed([StepNeeds(token_count=1)]))
+    assert len(asked) == 5
+    monkeypatch.undo()
+    for _ in range(32):
+        replays.stand_by(agreed([StepNeeds(token_count=1)]))
+    made = eng.graph_line()
+    assert (made.captured, made.replayed, made.eager) == (1, 1, {"first steps": 1, "memory": 62})
+    eng.offload.close()
+
+
 def test_what_stands_by_beside_a_step_without_a_bucket_is_not_captured():
     """Such a step is eager, with as many tokens as its requests happen to have."""
     eng = engines.engine("cuda", graphs="many", graph_sizes="2")
@@ -110,12 +126,16 @@ def test_the_steps_of_the_first_requests_are_replays(monkeypatch):
     """One draws by top-p, as checkpoints recommend, and one is greedy; one joins while the other
     has drafts. All usual kinds have places, and one place is left for steps of others."""
     monkeypatch.setattr(buckets, "GRAPHS_MIN", 1)
+    monkeypatch.setattr(rehearsal, "TOLD_EVERY_S", 0.0)
     eng = engines.engine("cuda", mode="layerwise", mtp="2", graphs="usual", graph_sizes="2")
     told = []
     eng.rehearse(told.append)
     before = eng.graph_line()
     assert (before.captured, before.held, before.most) == (12, 12, 13)
     assert told[-1].startswith("graphs of steps: 12 captured")
+    for count, line in enumerate(told[1:-1], 1):
+        assert line.startswith(f"graphs of steps: {count} of at most 12, after ")
+    assert len(told) == 14
     assert not eng.tuning.mode_counts.any()
     requests = []
     for count, given in ((20, {"temperature": 1.0, "top_p": 0.9}), (3, {})):

@@ -18,6 +18,7 @@ from functools import partial
 from itertools import product
 from typing import Final
 
+from ess.clock import Clock
 from ess.engine.graphs.buckets import STEPS
 from ess.engine.graphs.replays import Replays, StepForm
 from ess.engine.plan import Turn
@@ -32,6 +33,7 @@ from ess.overlap.policy import Vector
 
 TURNS: Final = (0, 1)
 """Ranks that decode so that the others stand by, in turn."""
+TOLD_EVERY_S: Final = 5.0
 TEMPERATURES: Final = (1.0, 0.0)
 """The default of a request, and greedy."""
 
@@ -49,12 +51,21 @@ class Kind:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
     """The rehearsed steps run through the whole model here, even where the engine's own steps do
-    not. Requests bring `width` queries with all their drafts."""
+    not. Requests bring `width` queries with all their drafts. `ran` is called behind each kind."""
 
     launcher: Launcher
     replays: Replays
     width: int
     draft_count: int
+    ran: Callable[[Rehearsal], None]
+
+    @property
+    def graph_max(self) -> int:
+        """The most graphs that all parts may capture, where there are bytes for them."""
+        runner, most = self.launcher.runner, self.replays.graph_max
+        own = [kind.count for kind in kinds(runner, self.replays, self.width)]
+        idle = len(self.replays.sizes) * (runner.model.expert_ranks is not None)
+        return min(len(own) + own.count(self.width) + idle, most)
 
     def parts(self, rank: int | None) -> list[Callable[[], None]]:
         """The parts that this rank runs. Ranks that divide the experts all end a part before any
@@ -79,6 +90,25 @@ class Rehearsal:
     def _run(self, kind: Kind, step_count: int) -> None:
         whole = replace(self.launcher, way=WholeModel())
         _run_steps(whole, kind, self.draft_count, step_count)
+        self.ran(self)
+
+
+class Progress:
+    """Tells at most every few seconds how many graphs have been captured: a large model takes
+    minutes for all of them."""
+
+    def __init__(self, clock: Clock, tell: Callable[[str], None]) -> None:
+        self._clock = clock
+        self._tell = tell
+        self._began_s = self._told_s = clock.now_s()
+
+    def __call__(self, rehearsal: Rehearsal) -> None:
+        now_s = self._clock.now_s()
+        if now_s - self._told_s >= TOLD_EVERY_S:
+            self._told_s = now_s
+            made, seconds = rehearsal.replays.captured_count, now_s - self._began_s
+            most = rehearsal.graph_max
+            self._tell(f"graphs of steps: {made} of at most {most}, after {seconds:.0f} s")
 
 
 def kinds(runner: Runner, replays: Replays, width: int) -> Iterator[Kind]:

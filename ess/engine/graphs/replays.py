@@ -130,7 +130,7 @@ class Replays:
             sum(self.bucket((1,) * size, width))
             for size, width in product(sizes, range(1, verified_max + 1))
         }
-        self._graph_max = graph_max
+        self.graph_max = graph_max
         largest = max(sizes, default=0) * verified_max
         estimated = self._takes(query_max=largest, graph_count=graph_max)
         self._byte_max = estimated if byte_max is None else byte_max
@@ -248,7 +248,8 @@ class Replays:
         self._untimed.clear()
 
     def _cause(self, kind: Key, query_count: int) -> Cause | None:
-        """Why a step runs eagerly whose kind has no graph yet."""
+        """Why a step runs eagerly whose kind has no graph yet. Where there were no bytes for one,
+        the device is asked again when the kind has come twice as often: not in each step."""
         if kind in self._held:
             return None
         count = self._seen[kind] = self._seen.pop(kind, 0) + 1
@@ -256,12 +257,13 @@ class Replays:
             self._seen.popitem(last=False)
         if count <= EAGER_STEPS:
             return "first steps"
-        return None if self.has_bytes(query_count) else "memory"
+        asks = count & (count - 1) == 0
+        return None if asks and self.has_bytes(query_count) else "memory"
 
     @property
     def is_full(self) -> bool:
         """Whether the next graph replaces the graph that was unused for longest."""
-        return len(self._held) == self._graph_max
+        return len(self._held) == self.graph_max
 
     def has_bytes(self, query_count: int) -> bool:
         """Whether there are bytes for a graph of such a step beside the graphs that stay."""
@@ -297,7 +299,7 @@ class Replays:
         graph.replay()
         self.captured_count += 1
         self._held[key] = held = Captured(graph, tuning.mode_counts - ran_before, made)
-        if len(self._held) > self._graph_max:
+        if len(self._held) > self.graph_max:
             self._drop()
         return held
 
@@ -329,7 +331,7 @@ class Replays:
     def line(self) -> GraphLine:
         return GraphLine(
             held=len(self._held),
-            most=self._graph_max,
+            most=self.graph_max,
             bytes=self.byte_count,
             byte_max=self._byte_max,
             replayed=self.replayed_count,
@@ -339,7 +341,7 @@ class Replays:
         )
 
     def check(self) -> None:
-        assert len(self._held) <= self._graph_max, f"{len(self._held)} graphs are held"
+        assert len(self._held) <= self.graph_max, f"{len(self._held)} graphs are held"
         held = self.captured_count - self.dropped_count
         assert held == len(self._held), f"{len(self._held)} graphs are held, not {held}"
         assert self._untimed <= self._held.keys(), "a kind without a graph is to be timed"

@@ -14,7 +14,7 @@ from ess.clock import Clock
 from ess.engine import scheduler, tpot_control
 from ess.engine.config import EngineConfig
 from ess.engine.graphs.buckets import bucket_sizes, graph_count
-from ess.engine.graphs.rehearsal import Rehearsal
+from ess.engine.graphs.rehearsal import Progress, Rehearsal
 from ess.engine.graphs.replays import Replays
 from ess.engine.plan import StepPlan, Turn
 from ess.engine.process.messages import GraphLine
@@ -162,7 +162,7 @@ class Flights:
             most = counted(max(self.replays.sizes, default=0), "request")
             tell(f"graphs of steps: up to {most} a step")
         with runner.tuning.uncounted(), runner.verifier.off():
-            for part in self._parts_of_rehearsal():
+            for part in self._parts_of_rehearsal(Progress(self._clock, tell)):
                 part()
                 self._stand_by_until_quiet()
         if self.replays is not None:
@@ -175,7 +175,7 @@ class Flights:
             tell(f"graphs of steps: {made} captured in {seconds:.1f} s, {how}")
         self._ranks.counts = True
 
-    def _parts_of_rehearsal(self) -> Sequence[Callable[[], None]]:
+    def _parts_of_rehearsal(self, ran: Progress) -> Sequence[Callable[[], None]]:
         """The parts of a rehearsal; every rank has the same number."""
         if self.replays is None:
             return ()
@@ -185,6 +185,7 @@ class Flights:
             replays=self.replays,
             width=verified,
             draft_count=drafts_of(verified, self._config.mtp),
+            ran=ran,
         )
         return rehearsal.parts(None if expert_ranks is None else expert_ranks.team.rank)
 
