@@ -139,8 +139,8 @@ class LatentPool:
         self.prefix.ask(pages.tolist())
 
     def refuse(self, pages: PageIds) -> None:
-        """Undoes `ask`, before a page was taken: idle pages are where they were in their order,
-        and pages idle since then follow."""
+        """Undoes `ask`: idle pages are where they were in their order, and pages idle since then
+        follow, as all of these pages do once `take` has made it final."""
         unheld = self.pages.drop(pages)
         self.prefix.refuse()
         for page in unheld[::-1].tolist():

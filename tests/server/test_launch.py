@@ -23,7 +23,7 @@ from ess.server.commands.start import banner
 from ess.server.commands.start.begin import serve_flags
 from ess.server.commands.start.files.checkpoint import read_checkpoint, read_entries
 from ess.server.commands.start.files.words import chat_template, read_words
-from ess.server.commands.start.resolving import check_kept, noting_disk
+from ess.server.commands.start.resolving import check_kept, layout_of, noting_disk, planned
 from ess.server.commands.start.settings import resolve
 
 NOBODY = 65534
@@ -216,6 +216,20 @@ def test_what_is_no_size_is_refused_before_the_server_listens(
 ) -> None:
     said = refused(EMBEDDED, capsys, **{name: "8 apples"})
     assert said == f"{name}: '8 apples' is not a size; write 4096, 128k, 64MiB or 1.5GiB"
+
+
+@pytest.mark.parametrize(
+    ("given", "how"),
+    [({"form": "f32"}, "in f32, with the copies"), ({"engine": "paced"}, "made without a model")],
+)
+def test_the_start_says_how_weights_are_held(
+    capsys: pytest.CaptureFixture[str], given: dict[str, str], how: str
+) -> None:
+    resolved, checkpoint = resolve(given, environment={}), read_checkpoint("")
+    plan = planned(resolved.settings, checkpoint, layout_of(resolved.settings, checkpoint))
+    banner.greet(resolved, plan, url="http://here", json=False)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "weights " in line]
+    assert how in line
 
 
 def test_a_folder_of_pages_that_cannot_be_is_refused_before_the_server_listens(

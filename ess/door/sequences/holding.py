@@ -320,7 +320,8 @@ class Holding:
 
 
 def grow(pools: Pools, growths: Iterable[tuple[Holding, int]]) -> None:
-    """Pages for each holding up to its new length: all of them, or PoolFull and none."""
+    """Pages for each holding up to its new length: all of them, or PoolFull and none. Behind any
+    other error some holdings may have theirs, for the step that brings the rows later."""
     missing = [
         (held, div_ceil(length, PAGE_ROWS) - held.page_count)
         for held, length in growths

@@ -95,6 +95,7 @@ def _settings(resolved: Resolved) -> Table:
 def _memory(plan: MemoryPlan, settings: Settings) -> Table:
     table = _grid("left", "right", "left")
     how = f"in {settings.form}, with the copies that products read"
+    how = how if settings.engine == "model" else "tokens are made without a model"
     table.add_row("weights", format_bytes(plan.weight_bytes), how)
     held = f"all rows of {plan.token_capacity:,} tokens"
     table.add_row("host pool", format_bytes(plan.host_bytes), held)
