@@ -87,8 +87,8 @@ class Answer:
         return self._going_count == 0
 
     def take(self, piece: Piece) -> tuple[int, Delta]:
-        """Turns a piece into text; after a stop string tells the engine to stop too. A failure that
-        the engine meets behind the stop is none of the answer."""
+        """Turns a piece into text; after a stop string tells the engine to stop too. A failure of
+        the engine behind the stop is no part of the answer."""
         index = self.call.numbers.index(piece.number)
         generation = self.generations[index]
         if generation.finish is None:
@@ -376,8 +376,8 @@ async def _stream(grown: Answer, receive: Receive, writer: Writer) -> Response:
 
     if not await first_of(wait(), gone(receive)):
         return _lost_answer(grown)
-    firsts = {piece.number: piece for piece in reversed(first)}
-    for piece in firsts.values():
+    first_of_each = {piece.number: piece for piece in reversed(first)}
+    for piece in first_of_each.values():
         grown.raise_if_refused(piece)
     return EventStream(grown, writer, first)
 

@@ -115,8 +115,8 @@ class Holding:
             self._enter(self.host_pages, 0, length, text, undo)
 
     def _admit(self, held: PageIds, fresh_count: int) -> dict[str, int]:
-        """There is room for what `_enter` takes and what it will be promised: the sum of both,
-        beyond what is promised now."""
+        """Makes sure that there is room for what `_enter` takes and what the sequence is promised
+        then. Returns the sum of both, less what it is promised now."""
         pools = self._pools
         assert self.line == NONE, f"line {self.line} is on the device already"
         if pools.tables.free_count == 0:
@@ -138,7 +138,7 @@ class Holding:
     def _enter(
         self, held: PageIds, fresh_count: int, length: int, text: int, undo: ExitStack
     ) -> None:
-        """Takes `fresh_count` host pages behind the `held` pages, becomes active."""
+        """Takes `fresh_count` host pages behind the `held` pages and becomes active."""
         pools = self._pools
         needs = self._admit(held, fresh_count)
         host_pages = np.concatenate([held, self._take(fresh_count, undo)])
@@ -289,8 +289,7 @@ class Holding:
         return {name: max(0, count - promised[name]) for name in (HOST_PAGES, INDEX_PAGES)}
 
     def add(self, count: int, short: dict[str, int]) -> None:
-        """Adds pages, of which some are `short` of the promise; `grow` has checked that they
-        fit."""
+        """Adds pages, of which `short` are beyond the promise; `grow` has checked that they fit."""
         pools, first = self._pools, self.page_count
         assert self._reservation is not None, "what grows is active"
         assert 0 < count <= pools.tables.page_max - first, f"{count} pages behind {first}"
@@ -340,7 +339,7 @@ def grow(pools: Pools, growths: Iterable[tuple[Holding, int]]) -> None:
 
 
 def _make_room(pools: Pools, needs: dict[str, int]) -> None:
-    """Pages still leaving may be the room that is missing: let them land before refusing."""
+    """PoolFull if there is no room, also not when all pages that still leave have left."""
     try:
         pools.ledger.require_free(needs)
         return

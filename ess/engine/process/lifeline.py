@@ -42,8 +42,8 @@ def leave_signals_to_parent() -> None:
 
 def first_line() -> bytes:
     """What the parent writes to our stdin first. Where the parent has ended, this process ends here
-    without a word: of an end before `die_with_parent` the system tells nothing, and loading a model
-    takes minutes."""
+    and says nothing: of a parent that ended before `die_with_parent` the system tells it nothing,
+    and it would load a model for minutes."""
     leave_signals_to_parent()
     die_with_parent()
     line = sys.stdin.buffer.readline()

@@ -60,7 +60,8 @@ class Admission:
 
     def admit(self, opens: Act, resumes: Act, *, step_count: int, limit: int) -> None:
         """Lets waiting requests in while the pools have room and fewer than `limit` run. The acts
-        are not kept: their owner keeps this one, and a cycle would outlive a closed engine."""
+        are not kept here: their owner refers to this object, and a cycle of references would
+        outlive a closed engine."""
         self.is_asked = False
         if self._is_full and self.running_count:
             return

@@ -1,9 +1,10 @@
 """The processes in which grammars are compiled and followed, as their parent sees them.
 
 `grammar_child` says what they do and what limits them. The first of them reads the vocabulary and
-stays; it forks one for each grammar, ahead, for a large process takes long to fork. Nothing here
-blocks for longer than `ANSWER_S`, and that only if a process gets no core: whatever a grammar does
-costs it its processor time first, and a process that was stopped from outside is lost soon.
+stays; it forks a process for each grammar, ahead, for a large process takes long to fork. Nothing
+here blocks for longer than `ANSWER_S`, and that only if a process gets no core: a grammar that
+takes long has used up its processor time before, and a process that a signal has stopped is noticed
+within `STOPPED_S`.
 """
 
 from __future__ import annotations

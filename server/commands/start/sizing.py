@@ -138,8 +138,8 @@ def plan_memory(
 
 
 def now_or_never(now: Callable[[], MemoryPlan], alone: Callable[[], MemoryPlan]) -> MemoryPlan:
-    """The plan for what is free now. Its refusal is the settings' fault, a BadInput, if they would
-    not fit either where nothing else has memory, which the other plan finds."""
+    """The plan for the memory that is free `now`. Where that is refused, and so is the plan for all
+    of the machine's memory (`alone`), the settings are at fault: the refusal is a BadInput."""
     try:
         return now()
     except Unavailable as error:
@@ -203,7 +203,7 @@ def _check_size(name: str, size: int, free: int) -> None:
 
 def _check_fit(plan: MemoryPlan, settings: Settings, free: int) -> None:
     """Refuses a plan that the machine cannot hold, before anything is allocated. Unavailable: the
-    same settings may fit when others have left; `now_or_never` finds whether they would."""
+    same settings may fit when other processes have ended (`now_or_never`)."""
     for name in ("slot_bytes", "index_bytes"):
         if getattr(settings, name) != AUTO:
             _check_size(name, getattr(plan, name), free)

@@ -13,7 +13,8 @@ keys come the floors of slots of all requests that may run, or half of the room 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -194,24 +195,26 @@ def _beside_slots(most: PoolShape, room: int, *, is_given: bool) -> PoolShape:
         floor = min(layout.slot_floor, most.length_max)
         floors = most.sequence_max * floor * layout.slot_bytes
         chunks = max(chunks, min(floors, room // 2) // layout.chunk_bytes)
-    fits, fails = min(page_count(most.length_max), most.index_pages), most.index_pages + 1
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        takes = sum(pool_bytes(replace(most, chunks=chunks, index_pages=middle)).values())
-        fits, fails = (middle, fails) if takes <= room else (fits, middle)
-    return replace(most, index_pages=fits)
+    least = min(page_count(most.length_max), most.index_pages)
+    beside = replace(most, chunks=chunks)
+    pages = _largest(least, most.index_pages, room, lambda n: replace(beside, index_pages=n))
+    return replace(most, index_pages=pages)
 
 
 def _filled(least: PoolShape, room: int, token_capacity: int) -> PoolShape:
     """The most chunks that fit, up to slots for all rows of the host; `least` if none do."""
-    layout = least.layout
-    slots = div_ceil(token_capacity, PAGE_ROWS) + 1
-    fits, fails = least.chunks, least.chunks + slots * layout.group_count + 1
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        takes = sum(pool_bytes(replace(least, chunks=middle)).values())
-        fits, fails = (middle, fails) if takes <= room else (fits, middle)
-    return replace(least, chunks=fits)
+    more = (div_ceil(token_capacity, PAGE_ROWS) + 1) * least.layout.group_count
+    most = least.chunks + more
+    chunks = _largest(least.chunks, most, room, lambda n: replace(least, chunks=n))
+    return replace(least, chunks=chunks)
+
+
+def _largest(least: int, most: int, room: int, shaped: Callable[[int], PoolShape]) -> int:
+    """The largest number up to `most` for which the pools fit; `least` if none above it does."""
+    numbers = range(least + 1, most + 1)
+    return least + bisect_right(
+        numbers, room, key=lambda number: sum(pool_bytes(shaped(number)).values())
+    )
 
 
 def weight_line(size: int, settings: Settings) -> Line:
@@ -290,7 +293,7 @@ def _graphs(needed: DeviceNeeds, settings: Settings, length_max: int, report: De
 
 def check_fit(device: DevicePlan, settings: Settings) -> None:
     """Refuses a plan that does not fit, before anything is allocated. Unavailable: it may fit when
-    others have left the machine; `now_or_never` finds whether it would."""
+    other processes have ended (`now_or_never`)."""
     if device.locked > device.host_free:
         raise Unavailable(
             f"the plan locks {format_bytes(device.locked)} of the host's memory, of which"
