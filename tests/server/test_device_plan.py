@@ -438,11 +438,13 @@ H200 = msgspec.structs.replace(
         ({"max_running": 128}, 41, 9),
         ({"slot_bytes": "2GiB"}, 8, 8),
         ({"index_bytes": "4GiB", "max_running": 64}, 62, 3),
+        ({"device_bytes": "74%"}, 2, 1),
     ],
 )
 def test_index_keys_leave_room_for_slots(given: dict[str, Any], short: int, long: int):
     """A rank of eight that divide DeepSeek-V3.2's experts, on a node of 1.9 TiB: the index keys of
-    all requests at their longest would take all that weights leave of an H200."""
+    all requests at their longest would take all that weights leave of an H200. Where there is no
+    room for the floors of all beside the keys of the longest, slots take what is left."""
     config = make_plan(read_config("deepseek-v3.2")).config
     asked = {"device": "cuda", "dp_size": 8, "mtp": 2, "max_model_len": "128k", **given}
     settings = resolve(asked, environment={}).settings
