@@ -434,7 +434,7 @@ H200 = msgspec.structs.replace(
     [
         ({}, 16, 16),
         ({"max_running": 64, "chunk_tokens": 8192}, 36, 8),
-        ({"max_running": 128, "chunk_tokens": 8192, "mtp": 4}, 24, 5),
+        ({"max_running": 128, "chunk_tokens": 8192, "mtp": 4}, 25, 5),
         ({"max_running": 128}, 41, 9),
         ({"slot_bytes": "2GiB"}, 8, 8),
         ({"index_bytes": "4GiB", "max_running": 64}, 62, 3),
