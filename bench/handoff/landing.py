@@ -41,13 +41,14 @@ class LandingTimes:
 
 
 def landing_rows(length: int, *, rounds: int) -> list[Row]:
+    console.note(f"  {length:,} tokens, landings in turn ...")
     shape = WorkerSizes(context=length)
     prompts = _prompts(length, 2 * rounds + 1)
     with Pair(shape) as pair:
         free = pair.hand_over(prompts[0], bytes_per_s=UNPACED, at_once=False)
         size = handoff_bytes(pair.decode.offload.layout, length - 1)
         link_s = LINK_SHARE * free.prompt_s
-        console.note(f"{length:,} tokens: {free.prompt_s:.1f} s of prompt, {link_s:.1f} s of link")
+        console.note(f"  {free.prompt_s:.1f} s of prompt, {link_s:.1f} s of link")
         arms: dict[bool, list[LandingTimes]] = {False: [], True: []}
         for at, prompt in enumerate(prompts[1:]):
             at_once = bool(at % 2)

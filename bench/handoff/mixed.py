@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from ess import console
 from ess.bench.engine.serve import started
 from ess.bench.harness.measure.streaming import TimedAnswer, streamed
 from ess.bench.harness.report import Row, compare
@@ -62,8 +63,10 @@ Measure = Callable[[MixedArm], float]
 
 
 def mixed_rows(load: MixedLoad) -> list[Row]:
+    console.note(f"  {load.requests} requests, two servers of both roles ...")
     with both_roles() as urls:
         together = asyncio.run(_run(load, [[(url, {})] for url in urls]))
+    console.note(f"  {load.requests} requests, a prefill and a decode worker ...")
     with split_roles() as (prefill, decode):
         apart = asyncio.run(_run(load, [[(prefill, _leg(prefill)), (decode, _leg(prefill))]]))
     config = {

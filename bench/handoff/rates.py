@@ -38,6 +38,7 @@ MODULE: Final = "ess.bench.handoff.rates"
 
 def rate_rows(page_count: int) -> list[Row]:
     """Rates against those of a socket for TCP, of a memory copy for transports that copy."""
+    console.note(f"  {page_count:,} pages by each transport ...")
     size = page_count * PAGE
     copied, plain = _copied(page_count), _plain_socket(size)
     rows = [

@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from ess import console
 from ess.bench.handoff.child import Child, next_line
 from ess.bench.harness.report import Row
 from ess.clock import RealClock
@@ -44,6 +45,7 @@ def state_rows(*, share: int = 1) -> list[Row]:
 
 
 def _row(name: str, size: int, kind: Kind) -> Row:
+    console.note(f"  {name}, its state by {kind} ...")
     samples = [1e3 * each for each in _landings(size, kind)]
     floor = [1e3 * each for each in _floor(size)]
     return Row(

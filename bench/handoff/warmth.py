@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from ess import console
 from ess.bench.handoff.workers import Worker, WorkerSizes
 from ess.bench.harness.report import Row
 from ess.bench.harness.text import token_ids
@@ -27,6 +28,7 @@ time in which a message must be read, and then the decode worker computes the ro
 
 
 def warmth_rows(length: int) -> list[Row]:
+    console.note(f"  {length:,} tokens, misses with windows and without ...")
     carried, cold = (_misses(length, warm=warm) for warm in (True, False))
     config = {"ctx": length, "slots": f"{SLOT_SHARE:g} of it", "mtp": 2}
     return [

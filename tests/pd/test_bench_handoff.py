@@ -9,8 +9,17 @@ from ess.bench.handoff.handoff import handoff_benchmark
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_servers")
-def test_every_arm_has_its_rows() -> None:
+def test_every_arm_has_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {row.name: row for row in handoff_benchmark(smoke=True)}
+    told = capsys.readouterr().err
+    for arm in (
+        "64 pages",
+        "GLM-5-next, its state",
+        "landings",
+        "misses",
+        "a prefill and a decode",
+    ):
+        assert arm in told
     assert rows["pages by tcp"].baseline == "plain socket"
     assert rows["GLM-5-next: its state by shared"].value > 0
     assert rows["640 tokens: prompt's end to first token, layer by layer"].value > 0
