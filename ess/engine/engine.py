@@ -210,6 +210,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> StepResult:
+        """After an error in here (memory, a driver, Ctrl-C) the engine and its offload can only be
+        closed: a step may be half made."""
         depth = self.depth
         self._learn(depth)
         self._rebalance()

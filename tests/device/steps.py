@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ess.engine.layers import selected
+from ess.engine.requests.request import Take
 from ess.engine.tokens.sampling import Sampling
 from tests.device import engines
 from tests.support.checkpoints import tokens
@@ -75,3 +76,16 @@ def test_a_step_in_which_torch_waits_fails(name, monkeypatch):
     eng.step()
     with pytest.raises(RuntimeError, match=f"the host waits for the device: {name}"):
         eng.step()
+
+
+def test_invented_rows_are_those_of_the_host():
+    said = []
+    for device in ("cpu", "cuda"):
+        eng = engines.engine(device, mtp="2", depth="1", door=False, fake_prefill=True)
+        wish = Sampling(tokens_max=5, ignore_eos=True)
+        taken = eng.add(tokens(150, 99, seed=0), wish, take=Take(uid=5, fake=True))
+        while not eng.is_idle:
+            eng.step()
+        said.append((taken.refusal, taken.output))
+    assert said[0] == said[1]
+    assert len(said[1][1]) == 5

@@ -19,28 +19,28 @@ def invent(runner: Runner, sequence: Sequence) -> None:
     count = len(sequence.tokens) - 1 - start
     if count == 0:
         return
-    page_count = div_ceil(count, PAGE_ROWS)
+    page_count, device = div_ceil(count, PAGE_ROWS), runner.model.device
     for layer in range(layout.layer_total):
         codec = layout.row_of(layer)
-        rows = torch.empty((PAGE_ROWS, codec.row_bytes), dtype=torch.uint8)
-        runner.ops.encode_rows(_noise(codec.latent_dim + codec.rope_dim), codec, rows)
-        sequence.import_rows(layer, start, rows.repeat(page_count, 1)[:count])
+        rows = torch.empty((PAGE_ROWS, codec.row_bytes), dtype=torch.uint8, device=device)
+        runner.ops.encode_rows(_noise(codec.latent_dim + codec.rope_dim, device), codec, rows)
+        sequence.import_rows(layer, start, rows.cpu().repeat(page_count, 1)[:count])
     if layout.index is None:
         return
-    keys = _records(runner.ops, layout.index)
+    keys = _records(runner.ops, layout.index, device).cpu()
     for group in layout.key_groups:
         sequence.import_keys(layout.groups[group][0], start, keys.repeat(page_count, 1)[:count])
 
 
-def _records(ops: Ops, codec: IndexCodec) -> Tensor:
+def _records(ops: Ops, codec: IndexCodec, device: torch.device) -> Tensor:
     """A record for each key: values, then the scale where the form has one."""
-    encoded = ops.encode_keys(_noise(codec.key_dim), codec)
+    encoded = ops.encode_keys(_noise(codec.key_dim, device), codec)
     if not codec.scale_bytes:
         return encoded.values
     scales = encoded.scales.contiguous().view(torch.uint8).reshape(PAGE_ROWS, -1)
     return torch.cat((encoded.values, scales), dim=1)
 
 
-def _noise(width: int) -> Tensor:
+def _noise(width: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(PAGE_ROWS, width, generator=generator)
+    return torch.randn(PAGE_ROWS, width, generator=generator).to(device)
