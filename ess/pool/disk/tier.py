@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -147,10 +148,11 @@ class DiskTier:
                     return place - first
             return last - first
 
-        loading = Loading()
+        firsts = range(0, len(contents), READ_MAX)
+        loading = Loading(len(firsts))
         try:
-            for first in range(0, len(contents), READ_MAX):
-                loading.runs.append(self._readers.submit(load, first))
+            for run, first in zip(loading.runs, firsts, strict=True):
+                self._readers.submit(_fulfil, run, partial(load, first))
         except BaseException:
             loading.cancel()
             raise
@@ -242,10 +244,11 @@ class Claim:
 
 
 class Loading:
-    """Pages on their way to memory, several readers at once."""
+    """Pages on their way to memory, several readers at once. `runs` are there before any reader is
+    asked: a pool of threads that cannot start one raises, and has the job in its queue."""
 
-    def __init__(self) -> None:
-        self.runs: list[Future[int]] = []
+    def __init__(self, run_count: int) -> None:
+        self.runs = [Future[int]() for _ in range(run_count)]
 
     @property
     def is_done(self) -> bool:
@@ -273,6 +276,14 @@ class Loading:
             if run.cancelled() or run.result() < READ_MAX:
                 break
         return count
+
+
+def _fulfil(run: Future[int], load: Callable[[], int]) -> None:
+    if run.set_running_or_notify_cancel():
+        try:
+            run.set_result(load())
+        except BaseException as error:
+            run.set_exception(error)
 
 
 def _damaged(count: int) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import linecache
 import sys
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -151,6 +152,7 @@ def test_a_call_that_is_broken_off_changes_nothing(name: str) -> None:
 def test_an_open_whose_reads_do_not_start_takes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A pool of threads that cannot start one raises, and has the job in its queue."""
     disk, tokens = disk_of(tmp_path, LAYOUT), list(range(200))
     monkeypatch.setattr(tier, "READ_MAX", 1)
     with make(disk=disk) as offload:
@@ -158,23 +160,25 @@ def test_an_open_whose_reads_do_not_start_takes_nothing(
         offload.drain()
         disk.flush()
         offload._pools.latent.forget()
-        before, submit = state(offload), disk._readers.submit
-        for count in range(2):
-            started: list[Future[int]] = []
+        before, submit, jobs = state(offload), disk._readers.submit, list[Future[None]]()
 
-            def some(*job: Any, started: Any = started, count: int = count) -> Future[int]:
-                if len(started) == count:
-                    raise RuntimeError("can't start new thread")
-                started.append(submit(*job))
-                return started[-1]
+        def some(*job: Any) -> Future[None]:
+            jobs.append(submit(*job))
+            if len(jobs) == 2:
+                raise RuntimeError("can't start new thread")
+            return jobs[-1]
 
-            monkeypatch.setattr(disk._readers, "submit", some)
-            with pytest.raises(RuntimeError, match="new thread"):
-                offload.open(tokens, from_disk=True)
-            assert all(run.done() for run in started), "a page is read into memory that is free"
+        none = Mock(side_effect=RuntimeError("can't start new thread"))
+        for fails in ((threading.Thread, "start", none), (disk._readers, "submit", some)):
+            with monkeypatch.context() as patch:
+                patch.setattr(*fails)
+                with pytest.raises(RuntimeError, match="new thread"):
+                    offload.open(tokens, from_disk=True)
+            count = disk.uses.loaded_count
+            wait([*jobs, submit(int)])
+            assert disk.uses.loaded_count == count, "a page is read into memory that is free"
             assert state(offload) == before
             assert not disk._records.is_held
-        monkeypatch.setattr(disk._readers, "submit", submit)
         sequence = offload.open(tokens, from_disk=True)
         sequence.resume()
         assert sequence.cached_count == 128, "with MTP the last page is left out"
