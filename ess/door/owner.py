@@ -74,6 +74,7 @@ class Owner:
     def require_between_steps(self) -> None:
         self.require()
         if self.open_step is not None:
+            self.open_step.require_unbroken()
             raise BadState(f"step {self.open_step.number} is open: commit or abandon it first")
 
     def own(self, sequences: Iterable[Sequence]) -> tuple[Sequence, ...]:

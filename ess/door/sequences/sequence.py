@@ -475,8 +475,10 @@ class Sequence:
     def _require_no_step(self) -> None:
         if self.step_numbers:
             oldest, step = self.step_numbers[0], self.owner.open_step
-            is_open = step is not None and step.number == oldest
-            verbs = "commit or abandon" if is_open else "learn"
+            verbs = "learn"
+            if step is not None and step.number == oldest:
+                step.require_unbroken()
+                verbs = "commit or abandon"
             raise BadState(f"sequence {self.number} is in step {oldest}; {verbs} it first")
 
 

@@ -461,10 +461,13 @@ class Step:
             return
         require_appended(self.number, self.owner.pools.layout, self._row_counts, self.row_count)
 
-    def _require_open(self) -> None:
-        self.owner.require()
+    def require_unbroken(self) -> None:
         if self.state == "broken":
             raise BadState(f"step {self.number} broke off while it was sealed: close the offload")
+
+    def _require_open(self) -> None:
+        self.owner.require()
+        self.require_unbroken()
         if self.state != "open":
             raise BadState(f"step {self.number} is {self.state}")
 

@@ -215,6 +215,10 @@ def test_a_step_that_breaks_off_while_it_is_sealed_is_refused(
         with pytest.raises(KeyError) as error:
             broken(offload)
         [step] = error.value.args
-        for call in (step.abandon, lambda: step.seal(accepted=[1])):
+        [sequence] = step.sequences
+        for call in (
+            *(step.abandon, lambda: step.seal(accepted=[1]), sequence.close, sequence.fill),
+            *(offload.rebalance, lambda: offload.begin([sequence], query_counts=[1])),
+        ):
             with pytest.raises(BadState, match="broke off while it was sealed: close the offload"):
                 call()
