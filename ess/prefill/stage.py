@@ -113,7 +113,7 @@ class Underway:
 
 
 def ignore(*_: Tensor) -> None:
-    """What is called between layers, and with states, of a stage that nothing follows."""
+    """Does nothing: the default of `between` and `leaves`."""
 
 
 class Stage:
