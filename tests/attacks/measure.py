@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from tests.attacks.bystander import Bystander
-from tests.attacks.processes import birth, forget_peak, peak_bytes, resident_bytes
+from tests.attacks.processes import birth, forget_peak, own_bytes, peak_bytes, resident_bytes
 from tests.support.kin import kin
 from tests.support.process import Process
 
@@ -154,7 +154,7 @@ class Memory:
         for pid in pids:
             if pid not in self.met and (born := birth(pid)):
                 self.met[pid] = born
-        return sum(map(resident_bytes, pids))
+        return sum(map(own_bytes, pids))
 
 
 def measure(attack: Attack, tree: Path) -> Figures:

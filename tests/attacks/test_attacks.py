@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ from tests.attacks.bystander import Seen
 from tests.attacks.catalogue import ATTACKS, STARTS
 from tests.attacks.figures import above, aligned, cells, paired, rows_of
 from tests.attacks.measure import Figures, Memory, measure, measure_start
+from tests.attacks.processes import own_bytes, resident_bytes
 from tests.server.harness import until
 from tests.support.few import few
 from tests.support.process import ROOT
@@ -73,6 +76,19 @@ def test_memory_is_that_of_a_whole_family():
         assert memory.left() == 2
         memory.end_all()
     until(lambda: memory.left() == 0, "the end of both")
+
+
+def test_memory_that_a_child_shares_with_its_parent_counts_once():
+    libc, stack, shared = ctypes.CDLL(None), ctypes.create_string_buffer(1 << 16), 0x100
+    top = ctypes.c_void_p((ctypes.addressof(stack) + len(stack)) & ~15)
+    child = libc.clone(libc.pause, top, shared | signal.SIGCHLD, None)
+    try:
+        assert resident_bytes(child) > 0
+        assert own_bytes(child) == 0
+        assert own_bytes(os.getpid()) > 0
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 WANTED = {
