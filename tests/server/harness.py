@@ -43,6 +43,7 @@ from ess.server.process.texts import PROGRAM, Texts
 from ess.transfer.endpoint import Identity
 
 if TYPE_CHECKING:
+    import openai
     from opentelemetry.sdk.trace import TracerProvider
 
 VOCABULARY = 4096
@@ -181,7 +182,15 @@ class Served:
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._up = threading.Event()
+        self._clients = contextlib.ExitStack()
         self.service: Service
+
+    def client(self) -> openai.OpenAI:
+        """It is closed at the end: the collector of garbage could come to its socket before it."""
+        import openai
+
+        made = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        return self._clients.enter_context(made)
 
     def __enter__(self) -> Served:
         self._folder = tempfile.TemporaryDirectory()
@@ -202,6 +211,7 @@ class Served:
         self._loop.call_soon_threadsafe(self._end)
         self._thread.join(DEADLINE_S)
         self._folder.cleanup()
+        self._clients.close()
         assert not self._thread.is_alive()
         assert not self._engine_thread.is_alive()
 

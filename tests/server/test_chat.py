@@ -31,7 +31,7 @@ def allowed(mode: str, *names: str):
 
 
 def create(served: Served, **asked):
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    client = served.client()
     asked = {"model": "test-model", "messages": ASKED, "max_tokens": 400, **asked}
     return client.chat.completions.create(**asked)
 

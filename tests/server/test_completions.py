@@ -31,7 +31,7 @@ FEW = CHANCES_MAX // 3
 
 
 def client(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    return served.client()
 
 
 @pytest.fixture(scope="module")

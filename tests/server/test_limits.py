@@ -12,7 +12,6 @@ import time
 import urllib.error
 import urllib.request
 
-import openai
 import pytest
 
 from ess.engine.process.messages import Status
@@ -237,7 +236,7 @@ def test_overload_is_an_answer_that_names_the_limiter():
         for connection in held:
             connection.close()
         until(lambda: served.service.link.open_count == 0, "the end of three")
-        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0)
+        client = served.client()
         made = client.completions.create(model="test-model", prompt="x", max_tokens=3)
         assert made.usage.completion_tokens == 3
 
@@ -284,7 +283,7 @@ def test_a_reader_that_stalls_slows_nobody_and_is_given_up():
         body = completion(stream=True, max_tokens=10**6, logprobs=20)
         stalled = opened(served, body)
         until(lambda: len(engine.adds) == 1, "the request")
-        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0)
+        client = served.client()
         began_s = time.monotonic()
         made = client.completions.create(model="test-model", prompt="x", max_tokens=2000)
         assert made.usage.completion_tokens == 2000
@@ -312,7 +311,7 @@ def test_a_reader_that_pauses_misses_nothing():
 def test_aborting_by_id_ends_the_stream_with_abort():
     engine = PacedEngine(counting(10**6), pace_s=0.005)
     with Served(engine, limits=LIMITS) as served:
-        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0)
+        client = served.client()
         for field in ({"rid": "mine"}, {"request_ids": ["mine", "other"]}, {"abort_all": True}):
             chunks = iter(
                 client.completions.create(
