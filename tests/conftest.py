@@ -79,8 +79,8 @@ def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Small ops on busy cores wait longer for a second thread than it saves. A test that wants more
-    threads takes them, and the next one begins with one again. Noise of no seed is the same for a
-    test whichever tests its worker has run before."""
+    threads takes them, and the next one begins with one again. torch's noise without a seed
+    is the same for a test, whichever tests its worker has run before."""
     torch = sys.modules.get("torch")
     if torch is None:
         return

@@ -19,7 +19,7 @@ KINDS: Final = 4
 """Of one bucket with all drafts, or with none: drawn or greedy, all rows in slots or not."""
 EAGER_STEPS: Final = 1
 STEPS: Final = 1 + EAGER_STEPS
-"""Of a kind until it is captured."""
+"""Steps of a kind, the last of which is captured."""
 
 
 def rehearsed_length(given: GraphCount, *, verified_max: int) -> int:

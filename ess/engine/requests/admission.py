@@ -29,7 +29,7 @@ Act = Callable[[Request], None]
 
 class Admission:
     """`refusal` says what the first request that must come in later is short of; `is_asked`, that
-    the answer may be another than the last time."""
+    there may be room since the last try."""
 
     def __init__(self, roster: Roster[Request], *, tpot_ms: float) -> None:
         self.refusal: PoolFull | None = None

@@ -56,8 +56,8 @@ def check_kinds(sampling: Sampling | None, options: RequestOptions) -> None:
 
 class Intake:
     """The waiting requests of one engine; `on_first` is called when a request has become the first
-    that waits. The sign by which a request knows its engine refers to nothing: a request that the
-    caller keeps does not keep the engine's memory."""
+    that waits. Requests have an empty object in the engine's place, by which it knows its own: a
+    request that the caller keeps does not keep the engine's memory."""
 
     def __init__(self, roster: Roster[Request], *, on_first: Callable[[], None]) -> None:
         self.followers = Followers()
