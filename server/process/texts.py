@@ -19,7 +19,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Final
 
 import msgspec
 
@@ -197,7 +197,8 @@ class Lane:
             await process.stdin.drain()
         size = int.from_bytes(await process.stdout.readexactly(8), "little")
         packed = await process.stdout.readexactly(size)
-        return cast("Done | Failed", msgspec.msgpack.decode(packed, type=Done | Failed))
+        answer: Done | Failed = msgspec.msgpack.decode(packed, type=Done | Failed)
+        return answer
 
     async def _start(self) -> None:
         """Starts it in its own session: Ctrl-C does not reach it, and its children end with it."""
