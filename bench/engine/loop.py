@@ -53,7 +53,7 @@ from ess.units import PAGE_ROWS, div_ceil
 
 TARGET_MS: Final = 5.0
 STEPS: Final = 64
-SETTLE_STEPS: Final = 8
+SETTLE_STEPS: Final = 16
 ENDPOINT: Final = "inproc://front"
 TOKEN: Final = 7
 ROWS: Final = "bf16"
