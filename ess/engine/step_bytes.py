@@ -23,9 +23,9 @@ KEPT: Final = 1
 """Lines of logits that are kept for chances of tokens, from one step to the next."""
 MADE: Final = 1
 """Lines of logits that the model makes; they stay until the step has ended."""
-DRAWN: Final = 6
-"""Lines of logits while a token is drawn: as made, kept, changed by penalties, cut, and noise
-twice. Those over the temperature go before there is noise."""
+DRAWN: Final = 5
+"""Lines of logits while a token is drawn: as made, kept, changed by penalties, over the
+temperature, and cut."""
 CANDIDATES: Final = 8192
 """How many logits of a line the kernel that looks for the best keeps, with their places."""
 SCORED: Final = 640

@@ -115,11 +115,21 @@ class IndexQueries(NamedTuple):
 
 class Cuts(NamedTuple):
     """The limits for each line of scores. A missing top-k is the vocabulary or more, a missing
-    top-p inf, a missing min-p 0. top-k in int64, the others in float32."""
+    top-p inf, a missing min-p 0. top-k in int64, the others in float32. A line with a top-k of 0 is
+    of a greedy request: what is made of it means nothing."""
 
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+
+
+class Draws(NamedTuple):
+    """A line's seed, and the position of the token that is drawn; those with a top-k of 0 are not
+    drawn. All int64 and dense."""
+
+    top_k: Tensor
+    seeds: Tensor
+    positions: Tensor
 
 
 class Products(NamedTuple):
@@ -177,6 +187,9 @@ class Backend(Protocol):
 
     def top_k(self, logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None: ...
     def cut(self, scores: Tensor, cuts: Cuts, out: Tensor) -> None:
+        """`ess.kernels.cut` has the contract."""
+
+    def draw(self, scores: Tensor, draws: Draws, tokens: Tensor) -> None:
         """`ess.kernels.cut` has the contract."""
 
     def expert_products(self, call: Products) -> None: ...

@@ -66,12 +66,6 @@ def test_logits_that_are_no_numbers_are_told():
     assert [token == NOT_A_NUMBER for token in drawn.tolist()] == [False, True, False]
 
 
-def test_all_draws_are_of_one_kind():
-    """A graph is captured for a kind, and most requests have some of these parameters."""
-    drawing = Drawing(1, DEVICE)
-    assert [drawing.columns([each]).draws for each in SAMPLINGS] == [False] + [True] * 6
-
-
 def test_columns_go_up_again_only_for_another_batch():
     drawing = Drawing(4, DEVICE)
     first = drawing.columns(SAMPLINGS[:2])

@@ -131,11 +131,11 @@ def test_the_steps_of_the_first_requests_are_replays(monkeypatch):
     told = []
     eng.rehearse(told.append)
     before = eng.graph_line()
-    assert (before.captured, before.held, before.most) == (12, 12, 13)
-    assert told[-1].startswith("graphs of steps: 12 captured")
+    assert (before.captured, before.held, before.most) == (6, 6, 7)
+    assert told[-1].startswith("graphs of steps: 6 captured")
     for count, line in enumerate(told[1:-1], 1):
-        assert line.startswith(f"graphs of steps: {count} of at most 12, after ")
-    assert len(told) == 14
+        assert line.startswith(f"graphs of steps: {count} of at most 6, after ")
+    assert len(told) == 8
     assert not eng.tuning.mode_counts.any()
     requests = []
     for count, given in ((20, {"temperature": 1.0, "top_p": 0.9}), (3, {})):

@@ -29,6 +29,7 @@ from tests.support.compiled import (
     Figures,
     attention_of,
     compiled,
+    draw_of,
     figures,
     finishes,
     linear_of,
@@ -234,6 +235,7 @@ def test_the_small_kernels_compile_without_spills() -> None:
     lists = types("*i32: slots named counts, i32: width slot_stride")
     for binary in (
         top_k_of(),
+        draw_of(),
         compiled(partials.merge, sides, width, enable_fp_fusion=False),
         compiled(partials.join, parts, width | piece),
         compiled(shares.lay_out, shared, {"KEYS": 64, "BLOCKS_MIN": 2, "IS_CUT": True}),
@@ -352,7 +354,7 @@ def test_the_row_codec_compiles_and_keeps_subnormals(kind: str) -> None:
 
 LOG = Path(__file__).resolve().parents[2] / "docs" / "log.md"
 TABLE = "## Ops on CUDA, again"
-NOT_THERE = {"cut of a vocabulary"}
+NOT_THERE = {"cut of a vocabulary", "draw from a vocabulary"}
 
 
 def held(at: int) -> Iterator[tuple[str, list[int]]]:

@@ -394,8 +394,8 @@ def test_graphs_have_what_they_are_estimated_to_take():
     config = read_checkpoint("").config
     sizes = {"layout": config.layout(), "length_max": 8192}
     assert of_graphs() == graph_bytes(config, query_max=16, graph_count=64, **sizes)
-    assert of_graphs(max_running=32, mtp=2) == graph_bytes(
-        config, query_max=64, graph_count=91, **sizes
+    assert of_graphs(max_running=64, mtp=2) == graph_bytes(
+        config, query_max=128, graph_count=77, **sizes
     )
     assert of_graphs(graph_sizes="1,3", mtp=2, graphs=5) == graph_bytes(
         config, query_max=6, graph_count=5, **sizes
@@ -433,9 +433,9 @@ H200 = msgspec.structs.replace(
     ("given", "short", "long"),
     [
         ({}, 16, 16),
-        ({"max_running": 64, "chunk_tokens": 8192}, 36, 8),
-        ({"max_running": 128, "chunk_tokens": 8192, "mtp": 4}, 25, 5),
-        ({"max_running": 128}, 41, 9),
+        ({"max_running": 64, "chunk_tokens": 8192}, 37, 8),
+        ({"max_running": 128, "chunk_tokens": 8192, "mtp": 4}, 27, 6),
+        ({"max_running": 128}, 43, 9),
         ({"slot_bytes": "2GiB"}, 8, 8),
         ({"index_bytes": "4GiB", "max_running": 64}, 62, 3),
         ({"device_bytes": "74%"}, 2, 1),

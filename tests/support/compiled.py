@@ -26,13 +26,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ess.kernels.cuda.triton import attend, cut, finish, grouped, index, linear
+from ess.kernels.cuda.triton import attend, cut, finish, grouped, index, linear, noise
 from ess.kernels.cuda.triton.device import attend as attention
 from ess.kernels.cuda.triton.device import cut as cutting
 from ess.kernels.cuda.triton.device import finish as finishing
 from ess.kernels.cuda.triton.device import grouped as experts
 from ess.kernels.cuda.triton.device import index as keys
 from ess.kernels.cuda.triton.device import linear as dense
+from ess.kernels.cuda.triton.device import noise as drawing
 from ess.kernels.cuda.triton.device import topk
 from ess.kernels.cuda.triton.launch import FUSED, SHARED_BYTES, Place
 from ess.kernels.cuda.triton.shapes import CANDIDATES, Shape, candidates
@@ -76,6 +77,7 @@ CUT = types(
     "*fp32: scores top_p log_min_p out kept, *i64: top_k, *i32: positions,"
     "i32: width score_stride out_stride"
 )
+DRAW = types("*fp32: scores, *i64: top_k seeds positions tokens, i32: width score_stride")
 TURN = types(
     "*fp32: cos sin, *i16: out, i32: line_count heads token_stride head_stride, fp32: factor"
 )
@@ -277,6 +279,11 @@ def cut_of(*, capability: int = 90) -> Any:
     return compiled(cutting.cut, CUT, sizes, capability=capability, **options)
 
 
+def draw_of(*, capability: int = 90) -> Any:
+    options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+    return compiled(drawing.draw, DRAW, {"BLOCK": noise.BLOCK}, capability=capability, **options)
+
+
 class Title(NamedTuple):
     """A kernel of the table; a turn of its loop takes so many `rows`, where it takes rows."""
 
@@ -301,6 +308,7 @@ def report(capability: int) -> Iterator[Title]:
         yield Title(f"index logits of {each} a request", make, taken)
     yield Title("top-k of a list", partial(top_k_of, **given))
     yield Title("cut of a vocabulary", partial(cut_of, **given))
+    yield Title("draw from a vocabulary", partial(draw_of, **given))
     for (is_fp8, tokens), (used, *_) in grouped.CANDIDATES.items():
         weight = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
         name = f"experts {'fp8' if is_fp8 else 'bf16'} to {tokens} tokens: {used.name}"

@@ -15,8 +15,8 @@ SMALL: Final = (1, 2, 4)
 STRIDE: Final = 8
 GraphCount = Literal["auto"] | int
 GRAPHS_MIN: Final = 64
-KINDS: Final = 4
-"""Of one bucket with all drafts, or with none: drawn or greedy, all rows in slots or not."""
+KINDS: Final = 2
+"""Of one bucket with all drafts, or with none: all rows in slots or not."""
 EAGER_STEPS: Final = 1
 STEPS: Final = 1 + EAGER_STEPS
 """Steps of a kind, the last of which is captured."""
@@ -75,7 +75,7 @@ def graph_count(given: GraphCount, sizes: Sequence[int], *, verified_max: int) -
     >>> graph_count(5, (1, 2), verified_max=2), graph_count("auto", (1, 2), verified_max=2)
     (5, 64)
     >>> graph_count("auto", default_sizes(128), verified_max=2)
-    247
+    133
     """
     if given != "auto":
         return given

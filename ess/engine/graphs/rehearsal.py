@@ -1,8 +1,8 @@
 """Runs steps before there are requests, so that no request waits for the graph of a usual step.
 
-There is a step for each way to draw and each vector of modes that a first step may run, with all
-drafts and with none. The largest bucket comes first: the other graphs then work in its memory. A
-rehearsed step has one request; the rest of its bucket is pads.
+There is a step for each vector of modes that a first step may run, with all drafts and with none;
+how its request draws makes no difference. The largest bucket comes first: the other graphs then
+work in its memory. A rehearsed step has one request; the rest of its bucket is pads.
 
 Where ranks divide the experts, a rank without requests stands by with a graph of its own. So two
 ranks decode each bucket in turn while all others stand by: the first rank captures its standing by
@@ -34,8 +34,6 @@ from ess.overlap.policy import Vector
 TURNS: Final = (0, 1)
 """Ranks that decode so that the others stand by, in turn."""
 TOLD_EVERY_S: Final = 5.0
-TEMPERATURES: Final = (1.0, 0.0)
-"""The default of a request, and greedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,6 @@ class Kind:
     counts: tuple[int, ...]
     count: int
     vector: Vector
-    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,17 +110,10 @@ class Progress:
 
 def kinds(runner: Runner, replays: Replays, width: int) -> Iterator[Kind]:
     vectors, widths = runner.tuning.first_vectors(), dict.fromkeys((width, 1))
-    for temperature, vector, count, size in product(
-        TEMPERATURES, vectors, widths, reversed(replays.sizes)
-    ):
+    for vector, count, size in product(vectors, widths, reversed(replays.sizes)):
         counts = replays.bucket((1,) * size, width)
         if counts and max(counts) >= count:
-            yield Kind(
-                counts=counts,
-                count=count,
-                vector=vector,
-                sampling=Sampling(temperature=temperature, tokens_max=STEPS * width),
-            )
+            yield Kind(counts=counts, count=count, vector=vector)
 
 
 def one_of_each_bucket(runner: Runner, replays: Replays, width: int) -> list[Kind]:
@@ -137,7 +127,8 @@ def one_of_each_bucket(runner: Runner, replays: Replays, width: int) -> list[Kin
 def _run_steps(launcher: Launcher, kind: Kind, draft_count: int, step_count: int) -> None:
     """Captures the kind in the step behind the steps that load its kernels; the graph with times is
     captured behind the graph without."""
-    request = Request(number=0, prompt=[0], sampling=kind.sampling)
+    sampling = Sampling(tokens_max=STEPS * max(kind.counts))
+    request = Request(number=0, prompt=[0], sampling=sampling)
     opened = launcher.runner.offload.open(request.prompt, length_max=request.length_max)
     request.sequence = opened
     line = opened.line

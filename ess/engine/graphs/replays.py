@@ -4,13 +4,14 @@
     captured  then all that is queued between a step's beginning and its seal becomes a graph
     replayed  by every later step of the kind
 
-A kind is all that decides what is queued: the bucket, the modes of all layers, the draws, the
-drafts. What differs from step to step lies in memory of the device that stays where it is: the
-step's arrays, maps and tickets at the door, spans and columns here. This owner alone launches
-graphs, in turn, on the stream that computes. So all graphs share their memory, and what a graph
-makes there is read before the next graph is launched. That holds for the scratch memory of cuBLAS
-too: torch keeps it by stream, all captures have one stream of their own, and where torch lets go of
-it with any graph of that stream (2.13 does) it comes back to what these graphs share.
+A kind is all that decides what is queued: the bucket, the modes of all layers, the drafts, and
+whether logits are kept. What differs from step to step lies in memory of the device that stays
+where it is: the step's arrays, maps and tickets at the door, spans and columns here. This owner
+alone launches graphs, in turn, on the stream that computes. So all graphs share their memory, and
+what a graph makes there is read before the next graph is launched. That holds for the scratch
+memory of cuBLAS too: torch keeps it by stream, all captures have one stream of their own, and where
+torch lets go of it with any graph of that stream (2.13 does) it comes back to what these graphs
+share.
 
 A rank without tokens of its own also replays its part of the exchanges as a graph. The kind of such
 a graph is the agreed sizes and the number of drafts. It takes no other graph's place: if all places

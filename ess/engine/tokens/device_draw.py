@@ -1,9 +1,10 @@
-"""`draw` on a device, where the host reads no number: rows are drawn in all ways and keep one.
+"""`draw` on a device, where the host reads no number: one kind of step for every batch.
 
 The sampling parameters of a query lie in columns at fixed addresses, which are filled again when
-the batch changes. A kernel cuts rows to what top-k, top-p and min-p leave; `draw` sorts as far as
-it must and checks whether that was enough. Rows without such limits pass through the kernel as they
-are. So one rehearsed graph serves all batches that draw. A batch of greedy requests has another.
+the batch changes. A kernel cuts rows to what top-k, top-p and min-p leave, and another draws from
+them; `draw` sorts as far as it must and checks whether that was enough. Rows without such limits
+pass through the first kernel as they are. A greedy request's token is the best, and both kernels
+leave its rows out. So one rehearsed graph serves all batches.
 """
 
 from __future__ import annotations
@@ -17,16 +18,10 @@ import torch
 from torch import Tensor
 
 from ess.engine.step.underway.uploads import Upload
-from ess.engine.tokens.draw import (
-    NOT_A_NUMBER,
-    Rows,
-    draw_whole,
-    mixed_keys,
-    wrapped_seed,
-)
+from ess.engine.tokens.draw import NOT_A_NUMBER, wrapped_seed
 from ess.engine.tokens.sampling import Sampling
-from ess.kernels.calls import Cuts
-from ess.kernels.cut import cut
+from ess.kernels.calls import Cuts, Draws
+from ess.kernels.cut import cut, draw
 
 UNCUT: Final = (1 << 31) - 1
 """More tokens than a vocabulary has."""
@@ -35,9 +30,8 @@ UNCUT: Final = (1 << 31) - 1
 @dataclass(frozen=True, slots=True)
 class Columns:
     """A line per query: (seed, top-k) int64 and (temperature, top-p, min-p) float32. Greedy ones
-    have the temperature 0. `draws` is False where all are greedy."""
+    have a top-k of 0."""
 
-    draws: bool
     whole: Tensor
     parts: Tensor
 
@@ -60,17 +54,16 @@ class Drawing:
         return self._made
 
     def _fresh(self, given: list[Sampling]) -> Columns:
-        whole = [(wrapped_seed(each.seed), each.top_k or UNCUT) for each in given]
-        parts = [
-            (
-                0.0 if each.is_greedy else each.temperature,
-                each.top_p if each.top_p < 1.0 else math.inf,
-                each.min_p,
-            )
-            for each in given
-        ]
-        draws = not all(each.is_greedy for each in given)
-        return Columns(draws, self._whole.put(whole), self._parts.put(parts))
+        whole, parts = zip(*map(_line, given), strict=True)
+        return Columns(self._whole.put(whole), self._parts.put(parts))
+
+
+def _line(given: Sampling) -> tuple[tuple[int, int], tuple[float, float, float]]:
+    if given.is_greedy:
+        return (0, 0), (1.0, math.inf, 0.0)
+    top_p = given.top_p if given.top_p < 1.0 else math.inf
+    whole = wrapped_seed(given.seed), given.top_k or UNCUT
+    return whole, (given.temperature, top_p, given.min_p)
 
 
 def _is(first: object, second: object) -> bool:
@@ -80,17 +73,9 @@ def _is(first: object, second: object) -> bool:
 def draw_all(logits: Tensor, by: Columns, positions: Tensor) -> Tensor:
     """Ids int64 [queries]; `NOT_A_NUMBER` where the logits are none."""
     drawn = logits.argmax(-1)
-    if by.draws:
-        is_warm = by.parts[:, 0] > 0
-        drawn = torch.where(is_warm, draw_whole(_rows(logits, by, positions)), drawn)
+    seeds, top_k = by.whole.T.contiguous()
+    temperature, *limits = by.parts.T.contiguous()
+    scores = cut(logits / temperature[:, None], Cuts(top_k, *limits))
+    draw(scores, Draws(top_k, seeds, positions), drawn)
     is_none = logits.gather(-1, drawn[:, None])[:, 0].isnan()
     return drawn.masked_fill(is_none, NOT_A_NUMBER)
-
-
-def _rows(logits: Tensor, by: Columns, positions: Tensor) -> Rows:
-    seeds, top_k = by.whole.unbind(1)
-    temperature, top_p, min_p = by.parts.unbind(1)
-    cuts = Cuts(top_k.clamp_max(logits.shape[1]), top_p, min_p)
-    scores = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    keys = mixed_keys(seeds, positions)
-    return Rows(cut(scores, cuts), keys, *cuts, has_floor=False)

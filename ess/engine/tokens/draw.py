@@ -11,8 +11,6 @@ likes, therefore a row is settled only when its last kept value lies above the l
 the others try again with a longer reach. The order, and the sums taken along it, are the same for
 every reach, so what a row gives does not depend on its neighbours: bitwise, since every reduction
 here runs along one row.
-
-The noise is an integer hash of 31 bits: chances below 2^-31 of the best token's are never drawn.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ from torch import Tensor
 
 from ess.engine.tokens.sampling import GREEDY_BELOW, Sampling
 from ess.kernels.cpu import native, step
+from ess.kernels.reference.noise import gumbel, mixed_keys
 
 REACH_MIN: Final = 256
 REACH_GROWTH: Final = 4
 REACH_SHARE: Final = 4
 AT_ONCE: Final = 1 << 17
 NOT_A_NUMBER: Final = -1
-UNIFORM_STEP: Final = (1.0 - 2.0**-23) / 2.0**31
 
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
@@ -169,17 +167,6 @@ def _kept(rows: Rows, scores: Tensor, chances: Tensor) -> Tensor:
     return (~kept).cumsum(-1) == 0
 
 
-def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
-    """Noise float32 [rows, n] of token ids [n] or [rows, n], by the keys int32 [rows, 2]."""
-    assert keys.shape[1] == 2, f"keys of shape {tuple(keys.shape)}"
-    first, second = keys[:, :1], keys[:, 1:]
-    mixed = ids.int() * -1640531527 ^ first
-    mixed = _folded(mixed, 16).mul_(2146121005).add_(second)
-    mixed = _folded(mixed, 15).mul_(-2073254261)
-    mixed = _folded(mixed, 16) & 0x7FFFFFFF
-    return mixed.float().add_(0.5).mul_(-UNIFORM_STEP).log1p_().neg_().log_().neg_()
-
-
 def noise_keys(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     """int32 [rows, 2]: other keys for another seed or another position."""
     assert len(seeds) == len(positions), f"{len(positions)} positions for {len(seeds)} seeds"
@@ -190,25 +177,3 @@ def noise_keys(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
 def wrapped_seed(seed: int) -> int:
     """The seed's 64 bits as a number with a sign."""
     return (seed & ((1 << 64) - 1)) - ((seed & (1 << 63)) << 1)
-
-
-def mixed_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    mixed = _mix(_mix(seeds) + positions)
-    return torch.stack((mixed, mixed >> 32), dim=1).int()
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64; int64 products wrap."""
-    x = (x ^ _shifted(x, 30)) * -4658895280553007687
-    x = (x ^ _shifted(x, 27)) * -7723592293110705685
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """A logical shift to the right."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _folded(x: Tensor, by: int) -> Tensor:
-    """int32, in place: x ^= x >> by, the shift a logical one."""
-    return x.bitwise_xor_((x >> by).bitwise_and_((1 << (32 - by)) - 1))

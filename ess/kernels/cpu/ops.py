@@ -16,6 +16,7 @@ from ess.kernels.reference.formats import Array
 from ess.kernels.reference.ops import (
     counts_to_build,
     cut,
+    draw,
     expert_products,
     finish_keys,
     hadamard,

@@ -28,7 +28,7 @@ def cut_sorted(scores: Tensor, cuts: Cuts, out: Tensor) -> None:
     best, rank = values[:, :1], torch.arange(scores.shape[1], device=scores.device)
     shares = _shares(values, best)
     summed = shares.cumsum(-1)
-    last = top_k.clamp(max=scores.shape[1]) - 1
+    last = top_k.clamp(1, scores.shape[1]) - 1
     allowed = top_p.double() * summed.gather(-1, last).double()
     kept = (rank < top_k) & ((summed - shares).double() < allowed)
     kept &= (values >= best + min_p.log()) & (values > -math.inf) & best.isfinite()

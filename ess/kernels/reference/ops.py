@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.kernels.calls import Attend, Cuts, IndexQueries, Keys, Linear, Products, RowFinish
+from ess.kernels.calls import Attend, Cuts, Draws, IndexQueries, Keys, Linear, Products, RowFinish
 from ess.kernels.merge import combine as merge
 from ess.kernels.reference import cut as cutting
 from ess.kernels.reference import finish as finishing
+from ess.kernels.reference import noise
 from ess.kernels.reference.finish import finish_keys, turn_queries
 from ess.kernels.reference.keys import encode_groups, encode_keys, hadamard, read_keys
 from ess.kernels.reference.received import add_received, gate_received, take_received
@@ -175,6 +176,10 @@ def top_k(logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None:
 
 def cut(scores: Tensor, cuts: Cuts, out: Tensor) -> None:
     cutting.cut_sorted(scores, cuts, out)
+
+
+def draw(scores: Tensor, draws: Draws, tokens: Tensor) -> None:
+    noise.draw(scores, draws, tokens)
 
 
 def expert_products(call: Products) -> None:

@@ -16,9 +16,10 @@ from torch import Tensor
 from ess.door import Offload
 from ess.engine.config import EngineConfig
 from ess.engine.engine import Engine
-from ess.engine.tokens.draw import gumbel, noise_keys
+from ess.engine.tokens.draw import noise_keys
 from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
+from ess.kernels.reference.noise import gumbel
 from ess.models.compressed import plain as compressed
 from ess.models.compressed.model import CompressedModel
 from ess.models.load import EMBEDDED

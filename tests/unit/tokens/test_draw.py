@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ess.engine.tokens.draw import NOT_A_NUMBER, best, draw, gumbel, noise_keys
+from ess.engine.tokens.draw import NOT_A_NUMBER, best, draw, noise_keys
 from ess.engine.tokens.sampling import Sampling
+from ess.kernels.reference.noise import gumbel
 
 
 def one(logits, sampling: Sampling, position: int = 1) -> int:

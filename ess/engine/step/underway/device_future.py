@@ -203,8 +203,8 @@ class DeviceInput:
         return any(feed.request.sampling.logprobs is not None for feed in self.feeds)
 
     @property
-    def form(self) -> tuple[bool, bool]:
-        return self.by.draws, self.asks
+    def form(self) -> bool:
+        return self.asks
 
     def choose(self, logits: Tensor) -> DeviceChosen:
         step, counts = self.step, self.step.query_counts

@@ -17,11 +17,11 @@ import torch
 import triton
 from torch import Tensor
 
-from ess.kernels.calls import Attend, Cuts, IndexQueries, Keys, Linear, Products
+from ess.kernels.calls import Attend, Cuts, Draws, IndexQueries, Keys, Linear, Products
 from ess.kernels.cuda.rows import COPY_BLOCKS
 from ess.kernels.cuda.triton import attend as attention
 from ess.kernels.cuda.triton import cut as cutting
-from ess.kernels.cuda.triton import grouped, index, linear
+from ess.kernels.cuda.triton import grouped, index, linear, noise
 from ess.kernels.cuda.triton import rows as codec_kernels
 from ess.kernels.cuda.triton.attend import merge_into as merge
 from ess.kernels.cuda.triton.finish import finish_keys, finish_rows, hadamard, turn_queries
@@ -99,6 +99,10 @@ def top_k(logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None:
 
 def cut(scores: Tensor, cuts: Cuts, out: Tensor) -> None:
     cutting.cut_into(scores, cuts, out)
+
+
+def draw(scores: Tensor, draws: Draws, tokens: Tensor) -> None:
+    noise.draw_into(scores, draws, tokens)
 
 
 def expert_products(call: Products) -> None:

@@ -13,7 +13,8 @@ are likely to reach, these are copied together, and they are searched in the pla
 is checked: if the pivot might be lower, or there is no room, the line itself is searched. A sample
 can cost time and never an answer.
 
-Where the greatest score is no finite number there are no shares, and the first one is kept.
+Where the greatest score is no finite number there are no shares, and the first one is kept. A line
+of a greedy request is left as it is.
 """
 
 import triton
@@ -132,6 +133,8 @@ def cut(
     ROOM: tl.constexpr, SAMPLE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
+    if tl.load(top_k + line) == 0:
+        return
     values, out = scores + line * score_stride, out + line * out_stride
     kept, positions = kept + line * ROOM, positions + line * ROOM
     k = tl.minimum(tl.load(top_k + line), width).to(tl.int32)
