@@ -33,6 +33,8 @@ RING: Final = 3
 LANDINGS: Final = 8
 """The most landings under way at a time, and the most rows of each."""
 LANDING_ROWS: Final = 4096
+LATENT_MAX: Final = 512
+"""With twice as many no shape of attention for 64 heads or more fits into shared memory."""
 GROWTH: Final = 4
 """A group may own this many times its even share of the slots."""
 QUERY_NUMBERS: Final = 6
@@ -66,11 +68,13 @@ class PoolShape:
 
 def check_on_device(layout: ModelLayout, device: str) -> None:
     """Refuses a layout that no device serves yet."""
+    latents = [row.latent_dim for row in (layout.row, *layout.rows) if row.form != "f32"]
     lacks = {
         "has rows of several sizes": bool(layout.rows),
         "has rows of several tokens": layout.row_tokens > 1 or layout.has_states,
         "has layers that attend to a window": any(layout.windows),
         "selects units of several rows": layout.select_unit > 1,
+        f"has rows of more than {LATENT_MAX} latent values": max(latents, default=0) > LATENT_MAX,
     }
     for what, lacking in lacks.items():
         if lacking:

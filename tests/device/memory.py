@@ -29,7 +29,7 @@ from ess.engine.step_bytes import (
 from ess.engine.tokens.device_draw import Drawing, draw_all
 from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cuda import driver
-from ess.pool.device_bytes import PoolShape, pool_bytes
+from ess.pool.device_bytes import LANDING_ROWS, PoolShape, pool_bytes
 from ess.units import PAGE_ROWS
 from tests.device import engines
 from tests.support.checkpoints import tokens
@@ -98,14 +98,16 @@ def driver_bytes() -> int:
 @pytest.mark.parametrize("mtp", [False, True])
 @pytest.mark.parametrize("family", ["v32", "glm"])
 def test_pools_take_what_their_plan_says(family, mtp):
-    config = engines.model(family, "cpu").config
+    """65 pages have more rows than a landing lists at a time, 21 have fewer."""
+    config, pages = engines.model(family, "cpu").config, 65 if mtp else 21
+    assert (pages * PAGE_ROWS > LANDING_ROWS) is mtp
     layout = config.layout(row="fp8")
     if not mtp:
         layout = config.layout(row="f32", index="f32", has_mtp=False)
     shape = PoolShape(
         layout=layout,
         chunks=37,
-        index_pages=21,
+        index_pages=pages,
         sequence_max=5,
         length_max=700,
         query_max=12,
@@ -117,7 +119,7 @@ def test_pools_take_what_their_plan_says(family, mtp):
         device="cuda:0",
         slot_bytes=37 * layout.chunk_bytes,
         host_bytes=33 * layout.host_page_bytes,
-        index_bytes=21 * layout.index_page_bytes,
+        index_bytes=pages * layout.index_page_bytes,
         sequence_max=5,
         length_max=700,
         query_max=12,

@@ -16,6 +16,7 @@ from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.models.registry import read_config as parse_config
 from ess.models.weights.expected.dry_run import read_config
 from ess.pool.capacity import INDEX_PAGES, even_slabs, least_chunks, needs, request_bytes
+from ess.pool.device_bytes import check_on_device
 from ess.pool.latent import LatentPool
 from ess.pool.sparse import SparsePool
 from ess.transfer.messages import PieceKind
@@ -257,3 +258,13 @@ def _step(
             assert np.array_equal(picked[0], rows[layer][chosen]), f"layer {layer}"
     step.commit(accepted=[len(new)], tokens=[list(new)])
     door.check()
+
+
+def test_rows_that_no_program_of_attention_holds_are_refused():
+    """The first step on a device ended there, when all weights had been read."""
+    layout = ModelLayout(name="wide", layer_count=1, groups=((0,),))
+    for latent, form in ((512, "fp8"), (1024, "f32")):
+        row = RowCodec(form=form, latent_dim=latent)
+        check_on_device(replace(layout, row=row), "cuda")
+    with pytest.raises(BadInput, match="rows of more than 512 latent values: not on 'cuda' yet"):
+        check_on_device(replace(layout, row=RowCodec(latent_dim=1024)), "cuda")
