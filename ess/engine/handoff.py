@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -27,7 +28,7 @@ from ess.engine.requests.request import Request
 from ess.engine.requests.roster import Roster
 from ess.engine.step.invented import invent
 from ess.engine.step.runner import Runner
-from ess.errors import BadInput, PoolFull
+from ess.errors import BadInput
 from ess.transfer.messages import UID_MAX
 
 Ended = Landed | Missed | Sent | Lapsed
@@ -139,7 +140,8 @@ class Handoffs:
         """The request is admitted, and no other request may use its number until it ends. Where
         that number is taken, or the offer of its rows raises, `opened` is closed again. What loads
         is offered later."""
-        try:
+        with ExitStack() as undo:
+            undo.callback(opened.close)
             if request.gives is not None:
                 if self._claimed.setdefault(request.gives, request) is not request:
                     raise BadInput(f"handoff {request.gives} is open already")
@@ -147,9 +149,7 @@ class Handoffs:
                     self._offer(request.gives, request, opened)
             elif request.lands:
                 self._expect(request, opened)
-        except (BadInput, PoolFull):
-            opened.close()
-            raise
+            undo.pop_all()
 
     def offer(self, request: Request) -> None:
         """The request has loaded and is on the device. Where the offer of its rows raises, it is
@@ -157,11 +157,10 @@ class Handoffs:
         assert request.sequence is not None, f"request {request.number} has no rows"
         if request.gives is None:
             return
-        try:
+        with ExitStack() as undo:
+            undo.callback(request.sequence.preempt)
             self._offer(request.gives, request, request.sequence)
-        except PoolFull:
-            request.sequence.preempt()
-            raise
+            undo.pop_all()
 
     def _offer(self, uid: int, request: Request, opened: Opened) -> None:
         assert self._port is not None, f"request {request.number} gives rows without a port"

@@ -23,6 +23,7 @@ rows of its last layer are then missing on the host. Why nothing sees that:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
@@ -211,7 +212,7 @@ class Stage:
         self, number: int, tokens: Sequence[int], *, uid: int, salt: bytes, load_max: int = 0
     ) -> int:
         """Opens a prompt; returns how many rows are cached. With `load_max` pages come from disk,
-        and the prompt enters afterwards. After PoolFull or BadInput nothing has changed."""
+        and the prompt enters afterwards. Where it raises, nothing has changed."""
         assert number not in self._held, f"prompt {number} was opened twice"
         self._land_run()
         opened = self.offload.open(
@@ -219,33 +220,29 @@ class Stage:
         )
         held = Held(number, uid, opened, has_entered=not load_max, is_counted=not load_max)
         if held.has_entered:
-            try:
-                self._offer(held)
-            except (BadInput, PoolFull):
-                opened.close()
-                raise
+            self._offer(held, undo=opened.close)
         self._held[number] = held
         return opened.cached_count
 
     def enter(self, number: int) -> None:
-        """Enters a prompt that has loaded. After PoolFull or BadInput nothing has changed."""
+        """Enters a prompt that has loaded. Where it raises, nothing has changed."""
         held = self._held_of(number)
         self._land_run()
         held.sequence.resume()
-        try:
-            self._offer(held)
-        except (BadInput, PoolFull):
-            held.sequence.preempt()
-            raise
+        self._offer(held, undo=held.sequence.preempt)
         held.has_entered = True
 
-    def _offer(self, held: Held) -> None:
-        if self.port is not None:
-            sequence, tokens = held.sequence, held.tokens
+    def _offer(self, held: Held, *, undo: Callable[[], None]) -> None:
+        if self.port is None:
+            return
+        sequence, tokens = held.sequence, held.tokens
+        with ExitStack() as undoing:
+            undoing.callback(undo)
             pages = StagePages(
                 sequence, token_count=len(tokens) - 1, on_close=lambda: self._freed_of(held)
             )
             self.port.sender.offer_pages(held.uid, pages, prompt=tokens, salt=sequence.salt)
+            undoing.pop_all()
 
     def _land(self, held: Held, page_count: int) -> None:
         came_count = held.sequence.loaded_count
@@ -382,9 +379,11 @@ class Stage:
         began_s, self._leaving_s = self._clock.now_s(), 0.0
         span = Span(sequence=opened, start=0, tokens=tokens[:-1], following=tokens[1:])
         hooks = Hooks(on_layer=lambda _: self.between(), leaves=self._leave)
-        self.ranks.queue_part([span], given=given, hooks=hooks).made()
+        try:
+            self.ranks.queue_part([span], given=given, hooks=hooks).made()
+        finally:
+            opened.discard()
         self._report_run(order.batch, began_s, self._leaving_s)
-        opened.discard()
 
     # ---- the end of a prompt
 

@@ -79,6 +79,26 @@ def test_a_prompt_that_the_receiver_has_lands_with_windows_alone():
     assert [taken.output] == alone([(TEXT[:129], taken.sampling)])
 
 
+def test_an_offer_that_breaks_off_leaves_its_pages(monkeypatch: pytest.MonkeyPatch):
+    pair = Pair()
+    before = pair.prefill.offload.stats()
+    given, taken = pair.add(TEXT[:200], Sampling(tokens_max=4, ignore_eos=True))
+
+    def broken(*args: object, **named: object) -> None:
+        raise MemoryError("no memory for an offer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.prefill.port.sender, "offer", broken)
+        with pytest.raises(MemoryError):
+            pair.prefill.engine.step()
+    left = pair.prefill.offload.stats()
+    assert left.free_host_page_count == before.free_host_page_count
+    assert left.free_index_page_count == before.free_index_page_count
+    pair.run()
+    assert given.reason == "sent"
+    assert [taken.output] == alone([(TEXT[:200], taken.sampling)])
+
+
 @pytest.mark.parametrize("uid", [0, 5, UID_MAX])
 @pytest.mark.parametrize("first", ["give", "take"])
 def test_either_leg_may_come_first(first: str, uid: int):
