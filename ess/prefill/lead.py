@@ -215,7 +215,7 @@ class Lead:
 
     def step(self) -> StepResult:
         self.pump()
-        if self._admission.is_asked:  # pools change only by our orders: nothing fits in between
+        if not self._admission.is_full:  # pools change only by our orders: nothing fits in between
             enter, limit = self._enter, self._running_max
             self._admission.admit(enter, enter, step_count=self.step_count, limit=limit)
         parts = self._next_parts()

@@ -28,15 +28,15 @@ Act = Callable[[Request], None]
 
 
 class Admission:
-    """`refusal` says what the first request that must come in later is short of; `is_asked`, that
-    there may be room since the last try."""
+    """`refusal` says what the first request that must come in later is short of; `is_full`, that
+    the pools have refused it, and nothing has happened since that may make room."""
 
     def __init__(self, roster: Roster[Request], *, tpot_ms: float) -> None:
         self.refusal: PoolFull | None = None
         self._roster = roster
         self._tpot_ms = tpot_ms
         self._resume_step = 0
-        self._is_full = self.is_asked = False
+        self.is_full = False
 
     @property
     def running_count(self) -> int:
@@ -48,7 +48,7 @@ class Admission:
         return [request for request in self._roster.by_rank("preempted") if not request.is_held]
 
     def ask_again(self) -> None:
-        self._is_full, self.is_asked = False, True
+        self.is_full = False
 
     def fell_short(self, refusal: PoolFull) -> None:
         """Notes that a running request lacks room."""
@@ -62,10 +62,9 @@ class Admission:
         """Lets waiting requests in while the pools have room and fewer than `limit` run. The acts
         are not kept here: their owner refers to this object, and a cycle of references would
         outlive a closed engine."""
-        self.is_asked = False
-        if self._is_full and self.running_count:
+        if self.is_full and self.running_count:
             return
-        self._is_full, self.refusal = False, None
+        self.is_full, self.refusal = False, None
         try:
             if self._resume_displaced(resumes, step_count, limit):
                 while (request := self._roster.first_waiting()) is not None:
@@ -73,7 +72,7 @@ class Admission:
                     opens(request)
         except PoolFull as refusal:
             self.refusal = without_frames(refusal)
-            self._is_full = refusal.limiter != TPOT
+            self.is_full = refusal.limiter != TPOT
             self._expect_ahead(opens)
 
     def fork(self, leader: Request, followers: Iterable[Request], *, limit: int) -> list[Request]:
