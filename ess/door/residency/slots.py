@@ -247,8 +247,8 @@ class Slots:
         assert isinstance(accepted, list), "the host's step is sealed with numbers"
         if self._last_event is not None:
             pools.inflight.settle_until(self._last_event)
-        layout, count = pools.layout, sum(accepted)
-        groups = [g for g in self._claimed if step.appended.issuperset(layout.groups[g])]
+        layout, count, appended = pools.layout, sum(accepted), step.appended
+        groups = [g for g in self._claimed if appended.issuperset(layout.groups[g])]
         others = [group for group in self._claimed if group not in groups]
         if not self._sealing.at_once(step, groups, accepted, self._lines):
             kept = step.arrays.row_offset < np.repeat(np.array(accepted, np.int32), step.row_counts)

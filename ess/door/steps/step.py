@@ -96,10 +96,6 @@ class Step:
         self.query_start: Array = self.arrays.query_start
         self.query_offset: Array = self.arrays.query_offset
         self.query_stop: Array = self.arrays.query_stop
-        self.appended: set[int] = set()
-        self.keyed: set[int] = set()
-        if not self.row_count:
-            self.appended.update(range(owner.pools.layout.layer_total))
         self._row_counts: dict[int, int] = {}
         self._key_counts: dict[int, int] = {}
         self._answers: dict[tuple[int, int], PartAnswer] = {}
@@ -116,6 +112,16 @@ class Step:
             self.abandon()
 
     # ---- what may be read
+
+    @property
+    def appended(self) -> set[int]:
+        if not self.row_count:
+            return {*range(self.owner.pools.layout.layer_total)}
+        return {layer for layer, count in self._row_counts.items() if count == self.row_count}
+
+    @property
+    def keyed(self) -> set[int]:
+        return {layer for layer, count in self._key_counts.items() if count == self.row_count}
 
     @property
     def positions(self) -> Array:
@@ -175,22 +181,18 @@ class Step:
     def wrote_each(self, layers: range) -> None:
         """`wrote` with keys, all new rows of neighbours that are each alone in their group."""
         self._require_open()
-        layout, count = self.owner.pools.layout, self.row_count
+        layout = self.owner.pools.layout
         first = layout.group_of(layers.start)
         number = key_layer(layout, layers.start)
         assert layout.groups[first + len(layers) - 1] == (layers.stop - 1,), f"groups of {layers}"
         assert layout.key_groups[number + len(layers) - 1] == first + len(layers) - 1, "no keys"
+        if not self.row_count:
+            return
         numbers = range(number, number + len(layers))
-        for made, names, counts in (
-            (self.appended, layers, self._row_counts),
-            (self.keyed, numbers, self._key_counts),
-        ):
-            if not count:
-                return
+        for names, counts in ((layers, self._row_counts), (numbers, self._key_counts)):
             if not counts.keys().isdisjoint(names):
                 raise BadState(f"{layers} were appended in step {self.number} already, in part")
-            counts.update(dict.fromkeys(names, count))
-            made.update(names)
+            counts.update(dict.fromkeys(names, self.row_count))
 
     def _require_keys_next(self, layer: int, part: range) -> None:
         layout = self.owner.pools.layout
@@ -199,13 +201,8 @@ class Step:
 
     def _count(self, layer: int, part: range, *, has_keys: bool) -> None:
         self._row_counts[layer] = part.stop
-        if part.stop == self.row_count:
-            self.appended.add(layer)
         if has_keys:
-            number = key_layer(self.owner.pools.layout, layer)
-            self._key_counts[number] = part.stop
-            if part.stop == self.row_count:
-                self.keyed.add(number)
+            self._key_counts[key_layer(self.owner.pools.layout, layer)] = part.stop
 
     def _require_next(self, name: str, so_far: int, part: range) -> None:
         if so_far == self.row_count:
@@ -394,8 +391,6 @@ class Step:
         self.owner.placement.replay(self, recording.placed)
         self._row_counts = dict(recording.row_counts)
         self._key_counts = dict(recording.key_counts)
-        for made, counts in ((self.appended, self._row_counts), (self.keyed, self._key_counts)):
-            made.update(name for name, count in counts.items() if count == self.query_count)
 
     # ---- its end
 
@@ -475,10 +470,6 @@ class Step:
         assert sum(self.query_counts) <= self.query_count, f"{self!r}: {self.query_counts}"
         for counts_of in (self._row_counts, self._key_counts):
             assert all(0 < n <= self.row_count for n in counts_of.values()), counts_of
-        full = {layer for layer, n in self._row_counts.items() if n == self.row_count}
-        assert full == self.appended or not self.row_count, (
-            f"{self!r}: {self.appended} of {full} are complete"
-        )
         for sequence in self.sequences:
             assert self.number in sequence.step_numbers, f"{sequence!r} does not know {self!r}"
             sequence.holding.check()

@@ -240,11 +240,11 @@ class DeviceSlots:
     # ---- the end of a step
 
     def seal(self, step: Step, accepted: Kept) -> None:
-        pools = self.pools
+        pools, appended = self.pools, step.appended
         self._fetches.hold_all()
         arrays = cast(DeviceArrays, step.arrays)
         groups = [
-            (group, step.appended.issuperset(pools.layout.groups[group]))
+            (group, appended.issuperset(pools.layout.groups[group]))
             for group in sorted(self._new.claimed)
         ]
         self._count(step)
