@@ -129,7 +129,7 @@ def test_a_prefill_worker_captures_no_graphs():
     told = {"role": "prefill", "peer_secret": SECRET, "max_model_len": "2", "mtp": 2}
     plan = planned(**told, environment={"ESS_GRAPHS": "8"})
     assert plan.length_max == 2
-    assert [line.bytes for line in plan.device.lines if line.name == "graphs"] == [0]
+    assert [line.bytes for line in plan.device.lines if line.item == "graphs"] == [0]
     assert of_stages(TWO, **SIZES, mtp=2, max_model_len="2").length_max == 2
     with pytest.raises(BadInput, match="graphs has no effect on a prefill worker"):
         planned(**told, graphs=8)
@@ -203,7 +203,7 @@ def test_a_library_for_experts_has_its_room_beside_tokens_and_in_graphs(
     assert roomy.device is not None
     assert other.device is not None
     before, after = (
-        {line.name: line.bytes for line in device.lines} for device in (plain.device, roomy.device)
+        {line.item: line.bytes for line in device.lines} for device in (plain.device, roomy.device)
     )
     config = read_checkpoint("").config
     rooms = {larger: room_bytes(config, chunk_tokens, 1), "graphs": room_bytes(config, 16, 1)}
@@ -216,7 +216,7 @@ def test_a_library_for_experts_has_its_room_beside_tokens_and_in_graphs(
 def test_the_sizes_that_are_told_the_engine_are_those_of_the_plan():
     plan = planned(slot_bytes="64MiB", index_bytes="32MiB", host_bytes="96MiB")
     assert plan.device is not None
-    sizes = {line.name: line.bytes for line in plan.device.lines}
+    sizes = {line.item: line.bytes for line in plan.device.lines}
     assert sizes["weights"] == 3 << 30
     assert sizes["slots"] == plan.slot_bytes <= 64 << 20
     assert plan.index_bytes <= 32 << 20
@@ -304,7 +304,7 @@ def of_stages(
 
 
 def lines_of(plan: MemoryPlan, name: str) -> list[int]:
-    return [line.bytes for stage in plan.stages for line in stage.lines if line.name == name]
+    return [line.bytes for stage in plan.stages for line in stage.lines if line.item == name]
 
 
 TWO = {"cuda:0": FOUND, "cuda:1": FOUND}
@@ -381,11 +381,11 @@ def of_graphs(**given: Any) -> int:
     """As it is planned, shown and told the engine."""
     plan = planned(host_bytes="96MiB", **given)
     assert plan.device is not None
-    [line] = [line for line in plan.device.lines if line.name == "graphs"]
+    [line] = [line for line in plan.device.lines if line.item == "graphs"]
     settings = resolve({"device": "cuda", **given}, environment={}).settings
     told = launch_of(settings, read_checkpoint(""), plan).config
     assert line.bytes == plan.graph_bytes == told.graph_byte_max
-    sizes = {line.name: line.bytes for line in plan.device.lines}
+    sizes = {line.item: line.bytes for line in plan.device.lines}
     assert told.beside_bytes == sizes["decoding"] + sizes["prompts"]
     return line.bytes
 

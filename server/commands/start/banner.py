@@ -112,7 +112,7 @@ def _memory(plan: MemoryPlan, settings: Settings) -> Table:
 def _device(device: DevicePlan) -> Table:
     table = _grid("left", "right", "left")
     for line in device.lines:
-        table.add_row(line.name, format_bytes(line.bytes), line.note)
+        table.add_row(line.item, format_bytes(line.bytes), line.note)
     there = f"of {format_bytes(device.room)} that may be taken of {device.name}"
     table.add_row("on the device", format_bytes(device.taken), there)
     free = f"{format_bytes(device.free)} of {format_bytes(device.total)} are free"

@@ -125,7 +125,7 @@ def launch_of(settings: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> L
     }
     told["query_max"] = settings.max_running * settings.mtp
     told["graph_byte_max"] = plan.graph_bytes
-    told["beside_bytes"] = 0 if plan.device is None else plan.device.step_bytes
+    told["beside_bytes"] = plan.step_bytes
     return Launch(
         model=checkpoint.path,
         config=ProcessConfig(**told),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Final
 
 import msgspec
@@ -44,13 +45,36 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     limiter: str
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """An item of the plan for people; `setting` decides its size."""
+class Item(StrEnum):
+    """What takes memory of a device, as it is printed."""
 
-    name: str
+    WEIGHTS = "weights"
+    SLOTS = "slots"
+    INDEX_KEYS = "index keys"
+    RESIDENCY = "residency"
+    DECODING = "decoding"
+    PROMPTS = "prompts"
+    STATES = "states"
+    GRAPHS = "graphs"
+
+
+DECIDED_BY: Final[Mapping[Item, str]] = {
+    Item.WEIGHTS: "form",
+    Item.SLOTS: "slot_bytes",
+    Item.INDEX_KEYS: "index_bytes",
+    Item.RESIDENCY: "max_running",
+    Item.DECODING: "max_running",
+    Item.PROMPTS: "chunk_tokens",
+    Item.STATES: "chunk_tokens",
+    Item.GRAPHS: "graphs",
+}
+"""The setting that decides how much."""
+
+
+class Line(msgspec.Struct, frozen=True):
+    item: Item
     bytes: int
     note: str
-    setting: str = ""
 
 
 class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,10 +93,8 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
     def taken(self) -> int:
         return sum(line.bytes for line in self.lines)
 
-    @property
-    def step_bytes(self) -> int:
-        """Of steps and prompts, outside of graphs."""
-        return sum(line.bytes for line in self.lines if line.name in ("decoding", "prompts"))
+    def bytes_of(self, *items: Item) -> int:
+        return sum(line.bytes for line in self.lines if line.item in items)
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,9 +113,17 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     rooms: tuple[Room, ...]
     state_bytes: int = 0
     logit_bytes: int = 0
-    graph_bytes: int = 0
     device: DevicePlan | None = None
     stages: tuple[DevicePlan, ...] = ()
+
+    @property
+    def graph_bytes(self) -> int:
+        return 0 if self.device is None else self.device.bytes_of(Item.GRAPHS)
+
+    @property
+    def step_bytes(self) -> int:
+        """Of steps and prompts on a device, outside of graphs."""
+        return 0 if self.device is None else self.device.bytes_of(Item.DECODING, Item.PROMPTS)
 
     @property
     def total_bytes(self) -> int:

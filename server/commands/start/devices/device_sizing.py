@@ -14,7 +14,7 @@ keys come the floors of slots of all requests that may run, or half of the room 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -32,7 +32,9 @@ from ess.pool.device_bytes import PoolShape, locked_bytes, pool_bytes
 from ess.server.commands.start.settings import Settings
 from ess.server.commands.start.sizing import (
     AUTO,
+    DECIDED_BY,
     DevicePlan,
+    Item,
     Line,
     MemoryPlan,
     asked_length,
@@ -48,11 +50,6 @@ RESERVED: Final = 1 << 30
 libraries, what the allocator rounds up, and what further processes take to open the same device.
 Processes that meet leave as much again for buffers of NCCL. An estimate: the usual share of
 `device_bytes` leaves more."""
-NOTES: Final[Mapping[str, str]] = {
-    "slots": "the working set of rows",
-    "index keys": "of running requests, and the map from their rows to slots",
-    "residency": "what is where, page tables, what steps resolve and store in",
-}
 
 
 class DeviceNeeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,11 +73,10 @@ def plan_on_device(
     length_max, token_capacity = check_host(settings, layout, host_bytes, longest, free)
     host_pages = token_capacity // PAGE_ROWS
     shape = _shape(settings, layout, report, length_max, host_pages)
-    graphs = _graphs(needed, settings, length_max, report)
     rest = [
         weight_line(needed.weight_bytes, settings),
         *_steps(needed, settings, length_max, has_rooms=has_rooms_of(report, settings)),
-        graphs,
+        _graphs(needed, settings, length_max, report),
     ]
     room = room_of(report, settings)
     left = room - sum(line.bytes for line in rest)
@@ -105,7 +101,6 @@ def plan_on_device(
         weight_bytes=needed.file_bytes,
         token_capacity=token_capacity,
         rooms=(),
-        graph_bytes=graphs.bytes,
         device=device,
     )
     return with_rooms(plan, settings, layout)
@@ -219,21 +214,18 @@ def _largest(least: int, most: int, room: int, shaped: Callable[[int], PoolShape
 
 def weight_line(size: int, settings: Settings) -> Line:
     how = "as stored" if settings.form == "stored" else f"in {settings.form}"
-    return Line(name="weights", bytes=size, note=how, setting="form")
+    return Line(Item.WEIGHTS, size, how)
 
 
 def pool_lines(shape: PoolShape) -> list[Line]:
     takes = dict(pool_bytes(shape))
     slots = takes.pop("slots")
     index = takes.pop("index keys") + takes.pop("row maps")
-    parts = {
-        "slots": (slots, "slot_bytes"),
-        "index keys": (index, "index_bytes"),
-        "residency": (sum(takes.values()), "max_running"),
-    }
+    rest = sum(takes.values())
     return [
-        Line(name=name, bytes=size, note=NOTES[name], setting=setting)
-        for name, (size, setting) in parts.items()
+        Line(Item.SLOTS, slots, "the working set of rows"),
+        Line(Item.INDEX_KEYS, index, "of running requests, and the map from their rows to slots"),
+        Line(Item.RESIDENCY, rest, "what is where, page tables, what steps resolve and store in"),
     ]
 
 
@@ -254,18 +246,8 @@ def _steps(
     more |= {"chunk_tokens": tokens, "prompt_max": settings.max_running}
     prompt = prompt_bytes(config, layout, has_rooms=rooms_of_prompts, **more)
     return [
-        Line(
-            name="decoding",
-            bytes=decode,
-            note=f"estimated, {queries:,} tokens a step",
-            setting="max_running",
-        ),
-        Line(
-            name="prompts",
-            bytes=prompt,
-            note=f"estimated, {tokens:,} tokens a chunk",
-            setting="chunk_tokens",
-        ),
+        Line(Item.DECODING, decode, f"estimated, {queries:,} tokens a step"),
+        Line(Item.PROMPTS, prompt, f"estimated, {tokens:,} tokens a chunk"),
     ]
 
 
@@ -288,7 +270,7 @@ def _graphs(needed: DeviceNeeds, settings: Settings, length_max: int, report: De
     if is_given and count:
         size = size_of(settings.graph_bytes, of=report.total_bytes)
     note = f"{'given' if is_given else 'estimated'}, {counted(count, 'graph')} at most"
-    return Line(name="graphs", bytes=size, note=note, setting="graphs")
+    return Line(Item.GRAPHS, size, note)
 
 
 def check_fit(device: DevicePlan, settings: Settings) -> None:
@@ -301,13 +283,13 @@ def check_fit(device: DevicePlan, settings: Settings) -> None:
         )
     if device.taken <= device.room:
         return
-    listed = ", ".join(f"{line.name} {format_bytes(line.bytes)}" for line in device.lines)
-    largest = max(device.lines, key=lambda line: line.bytes)
+    listed = ", ".join(f"{line.item} {format_bytes(line.bytes)}" for line in device.lines)
+    largest = max(device.lines, key=lambda line: line.bytes).item
+    decides = DECIDED_BY[largest]
     raise Unavailable(
         f"the plan takes {format_bytes(device.taken)} of {device.name} ({listed}), and may take"
         f" {format_bytes(device.room)}: device_bytes is {settings.device_bytes} of"
         f" {format_bytes(device.total)}, and {format_bytes(device.free)} are free, of which"
         f" {format_bytes(RESERVED)} or more stay so for libraries; the largest"
-        f" part is {largest.name}, which {largest.setting} decides, now"
-        f" {getattr(settings, largest.setting)}"
+        f" part is {largest}, which {decides} decides, now {getattr(settings, decides)}"
     )

@@ -37,6 +37,7 @@ from ess.server.commands.start.files.checkpoint import Checkpoint
 from ess.server.commands.start.settings import Settings
 from ess.server.commands.start.sizing import (
     DevicePlan,
+    Item,
     Line,
     MemoryPlan,
     asked_length,
@@ -111,7 +112,7 @@ def plan_stages(
         rooms=(),
         stages=stages,
     )
-    held = sum(line.bytes for stage in stages for line in stage.lines if line.name == "slots")
+    held = sum(stage.bytes_of(Item.SLOTS) for stage in stages)
     return msgspec.structs.replace(with_rooms(plan, settings, layout), slot_bytes=held)
 
 
@@ -160,29 +161,20 @@ def _lines(
     weights = kept_bytes(config, share.entries, settings.form, layers=layers)
     leaving = LEAVING if layers.stop < config.layer_count else 1
     states = ((layers.start > 0) * COMING + leaving) * tokens * config.residual_dim * F32
+    prompts = prompt_bytes(
+        config,
+        part,
+        **sizes,
+        prompt_max=settings.max_running,
+        value_bytes=value_bytes_of(settings),
+        pack_count=PACKS,
+        has_rooms=has_rooms,
+    )
     lines = (
         weight_line(weights, settings),
         *pool_lines(shape),
-        Line(
-            name="prompts",
-            bytes=prompt_bytes(
-                config,
-                part,
-                **sizes,
-                prompt_max=settings.max_running,
-                value_bytes=value_bytes_of(settings),
-                pack_count=PACKS,
-                has_rooms=has_rooms,
-            ),
-            note=f"estimated, {tokens:,} tokens a chunk",
-            setting="chunk_tokens",
-        ),
-        Line(
-            name="states",
-            bytes=states,
-            note="of chunks, from the stage before and for the next one",
-            setting="chunk_tokens",
-        ),
+        Line(Item.PROMPTS, prompts, f"estimated, {tokens:,} tokens a chunk"),
+        Line(Item.STATES, states, "of chunks, from the stage before and for the next one"),
     )
     locked = locked_bytes(shape, host_pages=share.host_pages) + staged_bytes(
         part, **sizes, pack_count=PACKS
