@@ -118,6 +118,7 @@ else:
     DecodeFlags = TypedDict("DecodeFlags", _flags_but(*NOT_OF_DECODE), total=False)
 
 Model = Annotated[str | None, Parameter(name=FLAGS["model"], help=FIELDS["model"].help)]
+Foreign = Annotated[ForeignFlags | None, Parameter(name="*")]
 ConfigFile = Annotated[
     Path | None,
     Parameter(help="A TOML or JSON file of settings; the environment and flags override it."),
@@ -129,7 +130,7 @@ def serve(
     model: Model = None,
     *,
     flags: Annotated[ServeFlags | None, Parameter(name="*")] = None,
-    foreign: ForeignFlags | None = None,
+    foreign: Foreign = None,
     config: ConfigFile = None,
     json: AsJson = False,
     pd: str | None = None,
@@ -158,7 +159,7 @@ def prefill(
     model: Model = None,
     *,
     flags: Annotated[PrefillFlags | None, Parameter(name="*")] = None,
-    foreign: ForeignFlags | None = None,
+    foreign: Foreign = None,
     config: ConfigFile = None,
     json: AsJson = False,
     tune: bool = False,
@@ -191,7 +192,7 @@ def decode(
     model: Model = None,
     *,
     flags: Annotated[DecodeFlags | None, Parameter(name="*")] = None,
-    foreign: ForeignFlags | None = None,
+    foreign: Foreign = None,
     config: ConfigFile = None,
     json: AsJson = False,
 ) -> int:
@@ -207,7 +208,7 @@ def _serve_pd(
     pd: str,
     router: RouterName | None,
     flags: dict[str, Any],
-    foreign: ForeignFlags | None,
+    foreign: Foreign,
     *,
     config: Path | None,
     json: bool,
@@ -221,9 +222,7 @@ def _serve_pd(
     return serve_pd(pd, router, flags, config=config, json=json)
 
 
-def _serve(
-    flags: dict[str, Any], foreign: ForeignFlags | None, *, config: Path | None, json: bool
-) -> int:
+def _serve(flags: dict[str, Any], foreign: Foreign, *, config: Path | None, json: bool) -> int:
     flags = _with_foreign(flags, foreign)
     try:
         from ess.server.commands.start.begin import serve_flags
@@ -232,9 +231,9 @@ def _serve(
     return serve_flags(flags, config=config, json=json)
 
 
-def _with_foreign(flags: dict[str, Any], foreign: ForeignFlags | None) -> dict[str, Any]:
+def _with_foreign(flags: dict[str, Any], foreign: Foreign) -> dict[str, Any]:
     """The flags as other projects' flags change them; notes those that change nothing."""
-    foreign = foreign or ForeignFlags()
+    foreign = foreign or {}
     for sentence in check_foreign(foreign):
         console.note(f"ess: {sentence}")
-    return {**flags, DP_ATTENTION: True} if foreign.enable_dp_attention else flags
+    return {**flags, DP_ATTENTION: True} if foreign.get(DP_ATTENTION) else flags

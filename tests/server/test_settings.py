@@ -20,12 +20,20 @@ from ess.layout import ModelLayout
 from ess.server.commands import cli
 from ess.server.commands.serve import COMMON, shown_default
 from ess.server.commands.start import begin, launch, resolving
-from ess.server.commands.start.compat.compat_answers import ALSO, HEEDED, NO_EFFECT, NOT_HERE
+from ess.server.commands.start.compat.compat_answers import (
+    ALSO,
+    ANSWER_OF,
+    ANSWERED,
+    AS_DONE,
+    NAMES,
+    NUMBERS,
+    SWITCHES,
+    WHOLE,
+)
 from ess.server.commands.start.compat.compat_flags import (
     FLAGS,
     SAME,
     VALUES,
-    ForeignFlags,
     check_foreign,
 )
 from ess.server.commands.start.files.checkpoint import read_checkpoint
@@ -191,11 +199,15 @@ def test_the_document_has_every_setting(section: str):
 
 
 def test_every_flag_of_theirs_says_what_becomes_of_it():
-    said = [*HEEDED, *NO_EFFECT, *NOT_HERE]
-    assert sorted([*said, *ALSO]) == sorted(ForeignFlags.__dataclass_fields__)
-    assert set(ALSO.values()) <= set(said)
-    assert len(check_foreign(ForeignFlags(enable_metrics=True, swap_space=4))) == 2
-    assert check_foreign(ForeignFlags()) == []
+    others = [other for flags in ALSO.values() for other in flags]
+    assert sorted([*ANSWERED, *others]) == sorted(ANSWER_OF), "two answers"
+    assert {*ALSO, *AS_DONE} <= {*ANSWERED}
+    kinds = [*SWITCHES, *WHOLE, *NUMBERS]
+    assert {*kinds, *NAMES} <= {*ANSWER_OF}
+    assert len({*kinds}) == len(kinds), "two kinds"
+    assert len(check_foreign({"enable_metrics": True, "swap_space": 4.0})) == 2
+    assert check_foreign({"enable_metrics": False, "page_size": 64}) == []
+    assert check_foreign({}) == []
 
 
 @pytest.mark.parametrize(

@@ -8,60 +8,49 @@ from typing import Final
 MTP: Final = "the checkpoint's own MTP layer drafts, --mtp tokens at most"
 
 # Flags of which the same is said as of another flag.
-ALSO: Final[Mapping[str, str]] = {
-    "disable_cuda_graph": "enforce_eager",
-    "no_enable_log_requests": "disable_log_requests",
-    "uvicorn_log_level": "log_level",
-    "spec_algorithm": "speculative_algorithm",
-    "max_cudagraph_capture_size": "cuda_graph_max_bs",
-    "prefill_attention_backend": "attention_backend",
-    "decode_attention_backend": "attention_backend",
-    "nsa_prefill_backend": "attention_backend",
-    "nsa_decode_backend": "attention_backend",
-    "dsa_prefill_backend": "attention_backend",
-    "dsa_decode_backend": "attention_backend",
-    "dcp_size": "decode_context_parallel_size",
-    "moe_dp_size": "moe_data_parallel_size",
-    "moe_runner_backend": "attention_backend",
-    "moe_backend": "attention_backend",
-    "sampling_backend": "attention_backend",
-    "all2all_backend": "moe_a2a_backend",
-    "deepep_mode": "moe_a2a_backend",
-    "enable_dbo": "enable_two_batch_overlap",
-    "hicache_ratio": "hicache_size",
-    "scheduling_policy": "schedule_policy",
-    "random_seed": "seed",
-    "block_size": "page_size",
-    "no_enable_prefix_caching": "disable_radix_cache",
-    "tokenizer_path": "tokenizer",
-    "enable_memory_saver": "enable_sleep_mode",
-    "data_parallel_rpc_port": "data_parallel_address",
-    "master_addr": "data_parallel_address",
-    "master_port": "data_parallel_address",
-    "data_parallel_start_rank": "data_parallel_size_local",
-    "json_model_override_args": "hf_overrides",
-    "incremental_streaming_output": "stream_output",
-    "num_gpu_blocks_override": "max_total_tokens",
-    "lora_paths": "lora_modules",
-    "reasoning_parser_plugin": "tool_parser_plugin",
-    "no_enable_chunked_prefill": "enable_chunked_prefill",
-    "no_async_scheduling": "disable_overlap_schedule",
-    "kv_offloading_size": "swap_space",
-    "hicache_write_policy": "enable_hierarchical_cache",
-    "hicache_io_backend": "enable_hierarchical_cache",
-    "hicache_mem_layout": "enable_hierarchical_cache",
-    "hicache_storage_backend": "enable_hierarchical_cache",
-    "nsa_prefill_cp_mode": "enable_nsa_prefill_context_parallel",
-    "fp8_gemm_backend": "attention_backend",
-    "fp4_gemm_backend": "attention_backend",
-    "enable_flashinfer_allreduce_fusion": "enable_p2p_check",
-    "optimization_level": "compilation_config",
-    "model_loader_extra_config": "safetensors_load_strategy",
-    "weight_loader_disable_mmap": "safetensors_load_strategy",
-    "data_parallel_external_lb": "load_balance_method",
-    "data_parallel_hybrid_lb": "load_balance_method",
-    "language_model_only": "limit_mm_per_prompt",
-    "task": "runner",
+ALSO: Final[Mapping[str, tuple[str, ...]]] = {
+    "enforce_eager": ("disable_cuda_graph",),
+    "disable_log_requests": ("no_enable_log_requests",),
+    "log_level": ("uvicorn_log_level",),
+    "speculative_algorithm": ("spec_algorithm",),
+    "cuda_graph_max_bs": ("max_cudagraph_capture_size",),
+    "attention_backend": (
+        *("prefill_attention_backend", "decode_attention_backend", "nsa_prefill_backend"),
+        *("nsa_decode_backend", "dsa_prefill_backend", "dsa_decode_backend", "moe_runner_backend"),
+        *("moe_backend", "sampling_backend", "fp8_gemm_backend", "fp4_gemm_backend"),
+    ),
+    "decode_context_parallel_size": ("dcp_size",),
+    "moe_data_parallel_size": ("moe_dp_size",),
+    "moe_a2a_backend": ("all2all_backend", "deepep_mode"),
+    "enable_two_batch_overlap": ("enable_dbo",),
+    "hicache_size": ("hicache_ratio",),
+    "schedule_policy": ("scheduling_policy",),
+    "seed": ("random_seed",),
+    "page_size": ("block_size",),
+    "disable_radix_cache": ("no_enable_prefix_caching",),
+    "tokenizer": ("tokenizer_path",),
+    "enable_sleep_mode": ("enable_memory_saver",),
+    "data_parallel_address": ("data_parallel_rpc_port", "master_addr", "master_port"),
+    "data_parallel_size_local": ("data_parallel_start_rank",),
+    "hf_overrides": ("json_model_override_args",),
+    "stream_output": ("incremental_streaming_output",),
+    "max_total_tokens": ("num_gpu_blocks_override",),
+    "lora_modules": ("lora_paths",),
+    "tool_parser_plugin": ("reasoning_parser_plugin",),
+    "enable_chunked_prefill": ("no_enable_chunked_prefill",),
+    "disable_overlap_schedule": ("no_async_scheduling",),
+    "swap_space": ("kv_offloading_size",),
+    "enable_hierarchical_cache": (
+        *("hicache_write_policy", "hicache_io_backend", "hicache_mem_layout"),
+        "hicache_storage_backend",
+    ),
+    "enable_nsa_prefill_context_parallel": ("nsa_prefill_cp_mode",),
+    "enable_p2p_check": ("enable_flashinfer_allreduce_fusion",),
+    "compilation_config": ("optimization_level",),
+    "safetensors_load_strategy": ("model_loader_extra_config", "weight_loader_disable_mmap"),
+    "load_balance_method": ("data_parallel_external_lb", "data_parallel_hybrid_lb"),
+    "limit_mm_per_prompt": ("language_model_only",),
+    "runner": ("task",),
 }
 
 # Heeded: another flag means something else beside them.
@@ -155,10 +144,18 @@ NO_EFFECT: Final[Mapping[str, str]] = {
 }
 
 # Refused flags with these values ask for what is done in any case.
-AS_DONE: Final[Mapping[str, tuple[str, ...]]] = {
-    "load_format": ("safetensors",),
-    "runner": ("auto",),
-    "task": ("auto",),
+AS_DONE: Final[Mapping[str, tuple[str | float, ...]]] = {
+    "decode_context_parallel_size": (1,),
+    "moe_data_parallel_size": (1,),
+    "speculative_eagle_topk": (1,),
+    "page_size": (64,),
+    "max_logprobs": (20,),
+    "cpu_offload_gb": (0.0,),
+    "load_format": ("auto", "safetensors"),
+    "generation_config": ("auto",),
+    "sampling_defaults": ("model",),
+    "response_role": ("assistant",),
+    "runner": ("generate", "auto"),
 }
 
 # Refused: the answer, or the machine that makes it, would differ from what was asked for.
@@ -202,4 +199,59 @@ NOT_HERE: Final[Mapping[str, str]] = {
     "middleware": "is not served: create_app mounts the server in an application that has it",
     "tool_parser_plugin": "is not served: the formats of replies that are known are built in",
     "kv_events_config": "is not served: --kv-events ADDRESS publishes them",
+}
+
+ANSWERED: Final = (*HEEDED, *NO_EFFECT, *NOT_HERE)
+ANSWER_OF: Final[Mapping[str, str]] = {
+    **{name: name for name in ANSWERED},
+    **{other: name for name, others in ALSO.items() for other in others},
+}
+"""Of every flag, the one with its answer."""
+
+# Flags with no value, with a whole number, with a number. All others have a text.
+SWITCHES: Final = (
+    *("trust_remote_code", "enforce_eager", "disable_cuda_graph", "disable_log_requests"),
+    *("no_enable_log_requests", "enable_metrics", "enable_prefix_caching"),
+    *("enable_chunked_prefill", "enable_auto_tool_choice", "enable_cache_report"),
+    *("enable_hisparse", "skip_server_warmup", "enable_expert_parallel", "enable_dp_attention"),
+    *("enable_eplb", "enable_two_batch_overlap", "enable_dbo", "enable_single_batch_overlap"),
+    *("enable_dp_lm_head", "async_scheduling", "disable_overlap_schedule"),
+    *("enable_hierarchical_cache", "enable_prompt_tokens_details", "enable_lora"),
+    *("enable_sleep_mode", "enable_memory_saver", "headless", "disable_log_stats"),
+    *("disable_uvicorn_access_log", "disable_fastapi_docs", "enable_request_id_headers"),
+    *("enable_server_load_tracking", "enable_log_outputs", "enable_trace"),
+    *("enable_ssl_refresh", "exclude_tools_when_tool_choice_none", "enable_mixed_chunk"),
+    "enable_priority_scheduling",
+    *("enable_torch_compile", "enable_p2p_check", "disable_custom_all_reduce"),
+    *("disable_shared_experts_fusion", "allow_credentials", "return_tokens_as_token_ids"),
+    *("stream_output", "incremental_streaming_output", "skip_tokenizer_init"),
+    *("disable_radix_cache", "no_enable_prefix_caching", "no_enable_chunked_prefill"),
+    *("no_async_scheduling", "disable_chunked_prefix_cache", "calculate_kv_scales"),
+    *("enable_nsa_prefill_context_parallel", "enable_flashinfer_allreduce_fusion"),
+    *("weight_loader_disable_mmap", "data_parallel_external_lb", "data_parallel_hybrid_lb"),
+    "language_model_only",
+)
+WHOLE: Final = (
+    *("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rpc_port"),
+    *("master_port", "decode_context_parallel_size", "dcp_size", "moe_data_parallel_size"),
+    *("moe_dp_size", "page_size", "block_size", "speculative_eagle_topk"),
+    *("speculative_num_steps", "moe_dense_tp_size", "seed", "random_seed", "cuda_graph_max_bs"),
+    *("max_cudagraph_capture_size", "max_prefill_tokens", "stream_interval"),
+    *("decode_log_interval", "max_log_len", "log_requests_level", "ssl_cert_reqs"),
+    *("dist_timeout", "base_gpu_id", "max_logprobs", "max_total_tokens"),
+    *("num_gpu_blocks_override", "num_continuous_decode_steps"),
+)
+NUMBERS: Final = ("swap_space", "schedule_conservativeness", "cpu_offload_gb", "kv_offloading_size")
+
+# Other names of a flag.
+NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "enable_expert_parallel": ("-ep",),
+    "data_parallel_size_local": ("-dpl",),
+    "data_parallel_start_rank": ("-dpr",),
+    "data_parallel_address": ("-dpa",),
+    "data_parallel_rpc_port": ("-dpp",),
+    "data_parallel_backend": ("-dpb",),
+    "decode_context_parallel_size": ("-dcp",),
+    "grammar_backend": ("--guided-decoding-backend", "--structured-outputs-config.backend"),
+    "optimization_level": ("-O",),
 }

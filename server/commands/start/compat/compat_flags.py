@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
 from cyclopts import Parameter
 
 from ess.errors import BadInput
 from ess.server.commands.start.compat.compat_answers import (
-    ALSO,
+    ANSWER_OF,
     AS_DONE,
     HEEDED,
+    NAMES,
     NO_EFFECT,
     NOT_HERE,
+    NUMBERS,
+    SWITCHES,
+    WHOLE,
 )
 
 FAMILY: Final = ("VLLM_", "SGLANG_", "SGL_")
@@ -144,205 +147,17 @@ def read_foreign(environment: Mapping[str, str]) -> tuple[dict[str, str], list[s
     return settings, notes
 
 
-@Parameter(name="*", show=False)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignFlags:
-    """Their flags that set nothing here: what they ask for is always so, or is not served."""
+def _flag(name: str) -> Any:
+    kinds = ((SWITCHES, bool), (WHOLE, int), (NUMBERS, float))
+    kind = next((kind for names, kind in kinds if name in names), str)
+    flag = "--" + name.replace("_", "-")
+    return Annotated[kind, Parameter(name=(flag, *NAMES.get(name, ())), show=False)]
 
-    trust_remote_code: bool = False
-    enforce_eager: bool = False
-    disable_cuda_graph: bool = False
-    disable_log_requests: bool = False
-    no_enable_log_requests: bool = False
-    enable_metrics: bool = False
-    enable_prefix_caching: bool = False
-    enable_chunked_prefill: bool = False
-    enable_auto_tool_choice: bool = False
-    enable_cache_report: bool = False
-    enable_hisparse: bool = False
-    skip_server_warmup: bool = False
-    hisparse_config: str | None = None
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    swap_space: float | None = None
-    log_level: str | None = None
-    uvicorn_log_level: str | None = None
-    speculative_algorithm: str | None = None
-    spec_algorithm: str | None = None
-    enable_expert_parallel: Annotated[bool, Parameter(name=["--enable-expert-parallel", "-ep"])] = (
-        False
-    )
-    enable_dp_attention: bool = False
-    data_parallel_size_local: Annotated[
-        int | None, Parameter(name=["--data-parallel-size-local", "-dpl"])
-    ] = None
-    data_parallel_start_rank: Annotated[
-        int | None, Parameter(name=["--data-parallel-start-rank", "-dpr"])
-    ] = None
-    data_parallel_address: Annotated[
-        str | None, Parameter(name=["--data-parallel-address", "-dpa"])
-    ] = None
-    data_parallel_rpc_port: Annotated[
-        int | None, Parameter(name=["--data-parallel-rpc-port", "-dpp"])
-    ] = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    data_parallel_backend: Annotated[
-        str | None, Parameter(name=["--data-parallel-backend", "-dpb"])
-    ] = None
-    decode_context_parallel_size: Annotated[
-        int, Parameter(name=["--decode-context-parallel-size", "-dcp"])
-    ] = 1
-    dcp_size: int = 1
-    moe_data_parallel_size: int = 1
-    moe_dp_size: int = 1
-    enable_eplb: bool = False
-    eplb_config: str | None = None
-    page_size: int = 64
-    block_size: int = 64
-    speculative_eagle_topk: int = 1
-    speculative_num_steps: int | None = None
-    speculative_config: str | None = None
-    speculative_draft_model_path: str | None = None
-    quantization: str | None = None
-    compilation_config: str | None = None
-    attention_backend: str | None = None
-    prefill_attention_backend: str | None = None
-    decode_attention_backend: str | None = None
-    nsa_prefill_backend: str | None = None
-    nsa_decode_backend: str | None = None
-    dsa_prefill_backend: str | None = None
-    dsa_decode_backend: str | None = None
-    moe_runner_backend: str | None = None
-    moe_backend: str | None = None
-    sampling_backend: str | None = None
-    moe_a2a_backend: str | None = None
-    all2all_backend: str | None = None
-    deepep_mode: str | None = None
-    enable_two_batch_overlap: bool = False
-    enable_dbo: bool = False
-    enable_single_batch_overlap: bool = False
-    enable_dp_lm_head: bool = False
-    moe_dense_tp_size: int | None = None
-    load_balance_method: str | None = None
-    disaggregation_ib_device: str | None = None
-    numa_node: str | None = None
-    hicache_size: str | None = None
-    hicache_ratio: str | None = None
-    schedule_policy: str | None = None
-    scheduling_policy: str | None = None
-    seed: int | None = None
-    random_seed: int | None = None
-    cuda_graph_max_bs: int | None = None
-    max_cudagraph_capture_size: int | None = None
-    max_prefill_tokens: int | None = None
-    stream_interval: int | None = None
-    decode_log_interval: int | None = None
-    download_dir: str | None = None
-    async_scheduling: bool = False
-    disable_overlap_schedule: bool = False
-    enable_hierarchical_cache: bool = False
-    enable_prompt_tokens_details: bool = False
-    enable_lora: bool = False
-    load_format: str = "auto"
-    tokenizer: str | None = None
-    tokenizer_path: str | None = None
-    tokenizer_mode: str | None = None
-    revision: str | None = None
-    enable_sleep_mode: bool = False
-    enable_memory_saver: bool = False
-    headless: bool = False
-    hf_overrides: str | None = None
-    json_model_override_args: str | None = None
-    kv_transfer_config: str | None = None
-    kv_events_config: str | None = None
-    disable_log_stats: bool = False
-    disable_uvicorn_access_log: bool = False
-    disable_fastapi_docs: bool = False
-    enable_request_id_headers: bool = False
-    enable_server_load_tracking: bool = False
-    enable_log_outputs: bool = False
-    max_log_len: int | None = None
-    log_requests_level: int | None = None
-    log_level_http: str | None = None
-    log_config_file: str | None = None
-    enable_trace: bool = False
-    collect_detailed_traces: str | None = None
-    allowed_methods: str | None = None
-    allowed_headers: str | None = None
-    ssl_cert_reqs: int | None = None
-    enable_ssl_refresh: bool = False
-    chat_template_content_format: str | None = None
-    exclude_tools_when_tool_choice_none: bool = False
-    grammar_backend: Annotated[
-        str | None,
-        Parameter(
-            name=[
-                *("--grammar-backend", "--guided-decoding-backend"),
-                "--structured-outputs-config.backend",
-            ]
-        ),
-    ] = None
-    structured_outputs_config: str | None = None
-    limit_mm_per_prompt: str | None = None
-    model_impl: str | None = None
-    dist_timeout: int | None = None
-    base_gpu_id: int | None = None
-    schedule_conservativeness: float | None = None
-    enable_mixed_chunk: bool = False
-    enable_priority_scheduling: bool = False
-    enable_torch_compile: bool = False
-    enable_p2p_check: bool = False
-    disable_custom_all_reduce: bool = False
-    disable_shared_experts_fusion: bool = False
-    allow_credentials: bool = False
-    ssl_keyfile_password: str | None = None
-    ssl_ciphers: str | None = None
-    admin_api_key: str | None = None
-    generation_config: str = "auto"
-    sampling_defaults: str = "model"
-    response_role: str = "assistant"
-    max_logprobs: int = 20
-    return_tokens_as_token_ids: bool = False
-    stream_output: bool = False
-    incremental_streaming_output: bool = False
-    skip_tokenizer_init: bool = False
-    max_total_tokens: int | None = None
-    num_gpu_blocks_override: int | None = None
-    cpu_offload_gb: float = 0.0
-    lora_modules: str | None = None
-    lora_paths: str | None = None
-    middleware: str | None = None
-    tool_parser_plugin: str | None = None
-    reasoning_parser_plugin: str | None = None
-    disable_radix_cache: bool = False
-    no_enable_prefix_caching: bool = False
-    no_enable_chunked_prefill: bool = False
-    no_async_scheduling: bool = False
-    disable_chunked_prefix_cache: bool = False
-    calculate_kv_scales: bool = False
-    kv_cache_memory_bytes: str | None = None
-    kv_offloading_size: float | None = None
-    hicache_write_policy: str | None = None
-    hicache_io_backend: str | None = None
-    hicache_mem_layout: str | None = None
-    hicache_storage_backend: str | None = None
-    enable_nsa_prefill_context_parallel: bool = False
-    nsa_prefill_cp_mode: str | None = None
-    fp8_gemm_backend: str | None = None
-    fp4_gemm_backend: str | None = None
-    enable_flashinfer_allreduce_fusion: bool = False
-    num_continuous_decode_steps: int | None = None
-    optimization_level: Annotated[str | None, Parameter(name=["--optimization-level", "-O"])] = None
-    safetensors_load_strategy: str | None = None
-    model_loader_extra_config: str | None = None
-    weight_loader_disable_mmap: bool = False
-    data_parallel_external_lb: bool = False
-    data_parallel_hybrid_lb: bool = False
-    language_model_only: bool = False
-    runner: str = "generate"
-    task: str = "generate"
 
+if TYPE_CHECKING:
+    ForeignFlags = dict[str, Any]
+else:
+    ForeignFlags = TypedDict("ForeignFlags", {name: _flag(name) for name in ANSWER_OF}, total=False)
 
 DP_ATTENTION: Final = "enable_dp_attention"
 
@@ -362,20 +177,16 @@ def of_each_rank(devices: int, ranks: int) -> int:
     return devices // ranks
 
 
-def check_foreign(flags: ForeignFlags) -> list[str]:
+def check_foreign(flags: Mapping[str, Any]) -> list[str]:
     """A sentence for each given flag, what it changes or why nothing; refuses flags for things not
     served."""
-    fields = ForeignFlags.__dataclass_fields__
-    given = [
-        name
-        for name, value in asdict(flags).items()
-        if value not in (fields[name].default, *AS_DONE.get(name, ()))
-    ]
-    shown = {name: "--" + name.replace("_", "-") for name in given}
-    why = {name: ALSO.get(name, name) for name in given}
-    for name in given:
-        if why[name] in NOT_HERE:
-            raise BadInput(f"the flag {shown[name]} {NOT_HERE[why[name]]}")
-    remarks = {name: f"has no effect: {sentence}" for name, sentence in NO_EFFECT.items()}
-    remarks.update(HEEDED)
-    return [f"the flag {shown[name]} {remarks[why[name]]}" for name in given]
+    sentences = []
+    for name, value in flags.items():
+        answer = ANSWER_OF[name]
+        if value is False or value in AS_DONE.get(answer, ()):
+            continue
+        flag = f"the flag --{name.replace('_', '-')}"
+        if answer in NOT_HERE:
+            raise BadInput(f"{flag} {NOT_HERE[answer]}")
+        sentences.append(f"{flag} {HEEDED.get(answer) or f'has no effect: {NO_EFFECT[answer]}'}")
+    return sentences
