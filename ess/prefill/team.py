@@ -107,11 +107,7 @@ class Ranks(Protocol):
         """Whether the next micro-batch may be queued before one has landed."""
 
     def queue_part(
-        self,
-        spans: Sequence[Span],
-        *,
-        given: Tensor | None = None,
-        hooks: Hooks = NO_HOOKS,
+        self, spans: Sequence[Span], *, given: Tensor | None = None, hooks: Hooks = NO_HOOKS
     ) -> Queued: ...
 
     def own_count(self, count: int) -> int:
@@ -129,11 +125,7 @@ class OneRank:
         self.may_go_on = runner.model.device.type != "cpu"
 
     def queue_part(
-        self,
-        spans: Sequence[Span],
-        *,
-        given: Tensor | None = None,
-        hooks: Hooks = NO_HOOKS,
+        self, spans: Sequence[Span], *, given: Tensor | None = None, hooks: Hooks = NO_HOOKS
     ) -> Queued:
         return queue_part(self._runner, spans, given=given, hooks=hooks)
 
@@ -164,11 +156,7 @@ class TeamLead:
         team.broadcast(SharedPools.of(pools).pack())
 
     def queue_part(
-        self,
-        spans: Sequence[Span],
-        *,
-        given: Tensor | None = None,
-        hooks: Hooks = NO_HOOKS,
+        self, spans: Sequence[Span], *, given: Tensor | None = None, hooks: Hooks = NO_HOOKS
     ) -> Queued:
         shared = [replace(span, sequence=self._own(span)) for span in spans]
         self._say(_RUN + b"".join(map(_packed, shared)))

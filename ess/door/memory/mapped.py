@@ -69,20 +69,14 @@ class SharedPools:
         return cls(*_SHARED.unpack(content))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class MappedPools:
     """`rows` and `keys` as the latent pool has them, `active_keys` as the index pool."""
 
-    def __init__(
-        self,
-        layout: ModelLayout,
-        rows: tuple[Bytes, ...],
-        keys: KeyPages,
-        active_keys: KeyPages,
-    ) -> None:
-        self.layout = layout
-        self.rows = rows
-        self.keys = keys
-        self.active_keys = active_keys
+    layout: ModelLayout
+    rows: tuple[Bytes, ...]
+    keys: KeyPages
+    active_keys: KeyPages
 
     @classmethod
     def of(cls, pools: Pools) -> MappedPools:

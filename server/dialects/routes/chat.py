@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -72,34 +73,28 @@ def _wanted(service: Service, ask: schemas.ChatAsk, forms: Forms) -> sampling_pa
     return wanted
 
 
+@dataclass(eq=False)
 class ChatShape:
     """The documents of one answer."""
 
-    def __init__(
-        self,
-        service: Service,
-        ask: schemas.ChatAsk,
-        grown: Answer,
-        prompt: list[int],
-        parsers: Sequence[ReplyParser],
-    ) -> None:
-        self.service = service
-        self.ask = ask
-        self.grown = grown
-        self.prompt = prompt
-        self.parsers = parsers
+    service: Service
+    ask: schemas.ChatAsk
+    grown: Answer
+    prompt: list[int]
+    parsers: Sequence[ReplyParser]
+
+    def __post_init__(self) -> None:
+        ask = self.ask
         hides = ask.include_reasoning is False or (ask.reasoning or {}).get("exclude") is True
         self.shows_reasoning = not hides
-        self.identity = f"chatcmpl-{grown.call.request_id}"
-        self.created = int(time.time())
-        self.model = ask.model or service.name
+        self._created = int(time.time())
 
     def head(self, kind: str) -> dict[str, Any]:
         return {
-            "id": self.identity,
+            "id": f"chatcmpl-{self.grown.call.request_id}",
             "object": kind,
-            "created": self.created,
-            "model": self.model,
+            "created": self._created,
+            "model": self.ask.model or self.service.name,
         }
 
     def usage(self) -> dict[str, Any]:

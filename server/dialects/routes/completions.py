@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -60,26 +61,22 @@ def _prompt_logprobs(ask: schemas.CompletionAsk) -> int | None:
     return max((count for count in asked if count is not None), default=None)
 
 
+@dataclass(eq=False)
 class CompletionShape:
     """The documents of one answer."""
 
-    def __init__(
-        self,
-        service: Service,
-        ask: schemas.CompletionAsk,
-        grown: Answer,
-        prompts: Sequence[list[int]],
-    ) -> None:
-        self.service = service
-        self.ask = ask
-        self.grown = grown
-        self.prompts = prompts
-        self.choices = len(grown.generations) // len(prompts)
+    service: Service
+    ask: schemas.CompletionAsk
+    grown: Answer
+    prompts: Sequence[list[int]]
+
+    def __post_init__(self) -> None:
+        self.choices = len(self.grown.generations) // len(self.prompts)
         self.head: dict[str, Any] = {
-            "id": f"cmpl-{grown.call.request_id}",
+            "id": f"cmpl-{self.grown.call.request_id}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": ask.model or service.name,
+            "model": self.ask.model or self.service.name,
         }
 
     def echoed(self, index: int) -> str:

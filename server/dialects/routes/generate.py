@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -298,20 +299,14 @@ async def generate_tokens(request: Request) -> Response:
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TokensShape:
     """Answers with token ids and no text."""
 
-    def __init__(
-        self,
-        service: Service,
-        ask: schemas.TokensAsk,
-        grown: Answer,
-        prompts: Sequence[list[int]],
-    ) -> None:
-        self.prompts = prompts
-        self.service = service
-        self.ask = ask
-        self.grown = grown
+    service: Service
+    ask: schemas.TokensAsk
+    grown: Answer
+    prompts: Sequence[list[int]]
 
     def document(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"request_id": self.grown.call.request_id, "choices": choices}

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -166,28 +167,23 @@ def _wants_logprobs(ask: schemas.ResponsesAsk) -> bool:
     return LOGPROBS in (ask.include or ()) or bool(ask.top_logprobs)
 
 
+@dataclass(eq=False)
 class ResponseShape:
     """The document of one answer, at its beginning and at its end."""
 
-    def __init__(
-        self,
-        service: Service,
-        ask: schemas.ResponsesAsk,
-        grown: Answer,
-        prompt: list[int],
-        parser: ReplyParser,
-        history: History,
-    ) -> None:
-        self.service = service
-        self.ask = ask
-        self.grown = grown
-        self.prompt = prompt
-        self.parser = parser
-        self.history = history
-        self.items = Items(namespaces_of(ask.tools))
+    service: Service
+    ask: schemas.ResponsesAsk
+    grown: Answer
+    prompt: list[int]
+    parser: ReplyParser
+    history: History
+
+    def __post_init__(self) -> None:
+        service = self.service
+        self.items = Items(namespaces_of(self.ask.tools))
         self._scored = (
-            ScoredParser(parser, service.tokenizer, keep_special=service.is_marked)
-            if _wants_logprobs(ask)
+            ScoredParser(self.parser, service.tokenizer, keep_special=service.is_marked)
+            if _wants_logprobs(self.ask)
             else None
         )
         self.created = int(time.time())
