@@ -10,7 +10,6 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from ess.engine.process.messages import (
-    DiskLine,
     ExpertLine,
     GraphLine,
     HandoffStatus,
@@ -19,6 +18,7 @@ from ess.engine.process.messages import (
     StageLine,
     Status,
 )
+from ess.pool.disk.tier import DiskUse
 from ess.server.http.metrics import exposition
 from tests.server.harness import PacedEngine, Served, saying, until
 
@@ -39,7 +39,7 @@ WHOLE = Status(
     exposed_us=(1,),
     handoff=HandoffStatus(peers=(PeerLine(address="a:1", epoch=1, is_up=True, heard_s=0.1),)),
     stages=(StageLine(0, (0, 1)),),
-    disk=DiskLine(),
+    disk=DiskUse(),
     graphs=GraphLine(
         held=1, most=2, bytes=3, byte_max=4, replayed=5, captured=6, dropped=7, eager={"memory": 8}
     ),

@@ -1,16 +1,15 @@
-"""An engine's disk tier: made from its settings, reported in its status."""
+"""An engine's disk tier: made from its settings."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 from ess import console
 from ess.engine.process.arithmetic import arithmetic
-from ess.engine.process.messages import DiskLine, Launch
+from ess.engine.process.messages import Launch
 from ess.layout import ModelLayout
 from ess.models.weights.files.fingerprint import fingerprint
-from ess.pool.disk.tier import DiskTier, DiskUse
+from ess.pool.disk.tier import DiskTier
 from ess.transfer.messages import layout_hash
 from ess.units import parse_size
 
@@ -44,7 +43,3 @@ def disk_of(
 
 def _note(sentence: str) -> None:
     console.note(f"ess: {sentence}")
-
-
-def disk_line(use: DiskUse | None) -> DiskLine | None:
-    return None if use is None else DiskLine(**asdict(use))

@@ -22,6 +22,7 @@ from ess.engine.requests.request import FinishReason
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
+from ess.pool.disk.tier import DiskUse
 
 
 class Handoff(msgspec.Struct, frozen=True, array_like=True):
@@ -229,24 +230,6 @@ class StageLine(msgspec.Struct, frozen=True, array_like=True):
     beat_s: float = 0.0
 
 
-class DiskLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The prefix cache on disk: pages there are and may be, pages that wait to be stored, and since
-    the start pages and seconds of stores and loads. `dropped_count` pages were not stored,
-    `damaged_count` were damaged and forgotten. `fault` says why no page is stored."""
-
-    page_count: int = 0
-    page_max: int = 0
-    page_bytes: int = 0
-    queue_count: int = 0
-    stored_count: int = 0
-    dropped_count: int = 0
-    loaded_count: int = 0
-    damaged_count: int = 0
-    store_s: float = 0.0
-    load_s: float = 0.0
-    fault: str = ""
-
-
 class GraphLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Graphs of steps on a device: `held` of at most `most` graphs, and the bytes that they take of
     `byte_max`. Then, since the start: steps that were replayed, steps that were captured, graphs
@@ -320,7 +303,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     open_counts: tuple[int, ...] = ()
     handoff: HandoffStatus | None = None
     stages: tuple[StageLine, ...] = ()
-    disk: DiskLine | None = None
+    disk: DiskUse | None = None
     graphs: GraphLine | None = None
     experts: ExpertLine | None = None
     is_held: bool = False

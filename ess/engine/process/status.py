@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from ess.door.stats import Stats
-from ess.engine.process.disk import disk_line
 from ess.engine.process.driven import Driven
 from ess.engine.process.holding import Holding
 from ess.engine.process.messages import HandoffStatus, PoolUse, RequestLine, Status
@@ -106,7 +105,7 @@ def status_of(
         depth_reasons=engine.depth_reasons(),
         open_counts=open_counts((live.number for live in lives), front_count),
         handoff=handoff,
-        disk=disk_line(stats.disk),
+        disk=stats.disk,
         stages=engine.stage_lines(),
         graphs=engine.graph_line(),
         experts=engine.expert_line(),

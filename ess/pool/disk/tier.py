@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from ess.errors import BadInput, BadState
 from ess.pool.capacity import whole_count
@@ -31,22 +32,22 @@ READ_MAX: Final = 8
 CLOSE_S: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskUse:
-    """Since the start: pages and seconds of reading and writing; `damaged_count` pages were found
-    broken, `dropped_count` were not stored. `fault` says why no more pages are stored."""
+class DiskUse(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Pages there are and may be, pages that wait to be stored, and since the start pages and
+    seconds of stores and loads. `dropped_count` pages were not stored, `damaged_count` were damaged
+    and forgotten. `fault` says why no page is stored."""
 
-    page_count: int
-    page_max: int
-    page_bytes: int
-    queue_count: int
-    stored_count: int
-    dropped_count: int
-    loaded_count: int
-    damaged_count: int
-    store_s: float
-    load_s: float
-    fault: str
+    page_count: int = 0
+    page_max: int = 0
+    page_bytes: int = 0
+    queue_count: int = 0
+    stored_count: int = 0
+    dropped_count: int = 0
+    loaded_count: int = 0
+    damaged_count: int = 0
+    store_s: float = 0.0
+    load_s: float = 0.0
+    fault: str = ""
 
 
 class DiskTier:
