@@ -185,8 +185,9 @@ def check_foreign(flags: Mapping[str, Any]) -> list[str]:
         answer = ANSWER_OF[name]
         if value is False or value in AS_DONE.get(answer, ()):
             continue
-        flag = f"the flag --{name.replace('_', '-')}"
+        flag = "--" + name.replace("_", "-")
         if answer in NOT_HERE:
-            raise BadInput(f"{flag} {NOT_HERE[answer]}")
-        sentences.append(f"{flag} {HEEDED.get(answer) or f'has no effect: {NO_EFFECT[answer]}'}")
+            raise BadInput(f"the flag {flag} {NOT_HERE[answer]}")
+        remark = HEEDED.get(answer) or f"has no effect: {NO_EFFECT[answer]}"
+        sentences.append(f"the flag {flag} {remark}")
     return sentences
