@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,10 +19,12 @@ from ess.models.load import load_model
 from tests.mesh.test_serve import POOL
 from tests.ranks.test_serve import streamed
 from tests.server.harness import until
+from tests.support.forked import STANDING, Nursery
 from tests.support.greedy import greedy
-from tests.support.kin import is_running, kill_all, kin, told
+from tests.support.kin import is_running, kill_all, kin, told, worker_of
 from tests.support.machines import Machine, two_machines
 from tests.support.process import READY_S, ROOT, RUN, SMALL
+from tests.support.standing_for import NURSERY
 
 pytestmark = pytest.mark.slow
 
@@ -72,14 +74,24 @@ def tokens(path: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def node(machine: Machine, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+def engines_forked(machine: Machine, folder: Path) -> Iterator[dict[str, str]]:
+    """Variables for a server there. The imports of its engines' processes are made once, for those
+    of the next engine too."""
+    path = folder / machine.name
+    made = Nursery("engine", before=machine.words(), path=str(path))
+    with contextlib.closing(made):
+        yield {"PYTHONPATH": STANDING, NURSERY.format("engine"): made.address}
+
+
+@contextlib.contextmanager
+def node(
+    machine: Machine, *flags: str, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
     small = [word for name, value in SMALL.items() if name != "--port" for word in (name, value)]
     words = [sys.executable, "-c", RUN, "serve", *small, *FLAGS, *flags]
     secret = "a secret of the tests, shared"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ESS_PEER_SECRET": secret}
-    process = subprocess.Popen(
-        machine.words(*words), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
-    )
+    told = {**os.environ, **environment, "ESS_PEER_SECRET": secret}
+    process = subprocess.Popen(machine.words(*words), cwd=ROOT, env=told, stdout=subprocess.DEVNULL)
     try:
         yield process
     finally:
@@ -99,7 +111,8 @@ def engines(process: subprocess.Popen[bytes]) -> list[int]:
 
 def pools(pids: list[int]) -> set[str]:
     """Inodes of what they have mapped."""
-    lines = [line.split() for pid in pids for line in told(pid, "maps").splitlines()]
+    texts = [told(worker_of(pid), "maps") for pid in pids]
+    lines = [line.split() for text in texts for line in text.splitlines()]
     return {words[4] for words in lines if POOL in words[5:6]}
 
 
@@ -109,8 +122,10 @@ def test_the_tokens_of_one_process_also_of_a_stream_when_a_machine_loses_a_proce
     with two_machines() as (first, second):
         shape = ("--tp-size", "2", "--pp-size", "2", "--dist-init-addr", f"{first.address}:{PORT}")
         with (
-            node(second, *shape, "--node-rank", "1") as other,
-            node(first, *shape, "--uds", str(path)) as server,
+            engines_forked(first, tmp_path) as here_forked,
+            engines_forked(second, tmp_path) as there_forked,
+            node(second, *shape, "--node-rank", "1", environment=there_forked) as other,
+            node(first, *shape, "--uds", str(path), environment=here_forked) as server,
         ):
             until(lambda: is_ready(path), "readiness", within_s=READY_S)
             assert [*tokens(path)] == expected
@@ -120,7 +135,7 @@ def test_the_tokens_of_one_process_also_of_a_stream_when_a_machine_loses_a_proce
             assert not pools(here) & pools(there), "a pool on two machines"
             going = tokens(path)
             first_two = [next(going), next(going)]
-            os.kill(there[1], signal.SIGKILL)
+            os.kill(worker_of(there[1]), signal.SIGKILL)
             assert [*first_two, *going] == expected
             assert not {*here} & {*engines(server)}, "a process has outlived its engine"
             until(lambda: is_ready(path), "readiness")

@@ -64,7 +64,7 @@ def files(pid: int) -> list[Path]:
 def test_one_text_from_several_processes_and_again_when_one_is_killed(tp, pp, mtp, victim):
     expected = greedy(load_model(form="f32"), PROMPT, COUNT)
     size = ("--tp-size", str(tp), "--pp-size", str(pp), "--mtp", str(mtp), "--host-bytes", "1GiB")
-    with Process(*FLAGS, *size).wait_ready() as process:
+    with Process(*FLAGS, *size, has_real_children=True).wait_ready() as process:
         assert list(tokens(process.url)) == expected
         before = sorted(engines(process))
         assert len(before) == tp * pp

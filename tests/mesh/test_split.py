@@ -53,7 +53,8 @@ def test_handed_over_prompts(tp, pp, mtp, transport, asked, expected, tmp_path):
             Worker("prefill-1", tmp_path, *exact, port=ports[0], has_real_children=True)
         )
         words = ("--peers", prefill.wait_ready().address, *size, *exact)
-        decode = kept.enter_context(Worker("decode-1", tmp_path, *words, port=ports[1]))
+        real = {"port": ports[1], "has_real_children": True}
+        decode = kept.enter_context(Worker("decode-1", tmp_path, *words, **real))
         decode.wait_ready()
         until(lambda: decode.peers_up, "the prefill worker")
         router = kept.enter_context(before(prefill, [decode.url], tmp_path / "smg.txt"))

@@ -214,7 +214,7 @@ def test_a_nursery_outlives_who_ends_before_its_answer(tmp_path: Path):
     raw = json.dumps(asked | {"files": [0, 1, 2]})
     for _ in range(3):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as standing:
-            standing.connect(f"\0{nursery('disk').address}")
+            standing.connect(nursery("disk").address.replace("@", "\0"))
             with (tmp_path / "printed").open("w") as file:
                 socket.send_fds(standing, [raw.encode()], [file.fileno()] * 3)
             assert select.select([standing], [], [], 60)[0]

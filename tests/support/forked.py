@@ -44,7 +44,12 @@ ROOT = Path(__file__).resolve().parents[2]
 STANDING = f"{ROOT / 'tests' / 'support' / 'standing'}:{ROOT}"
 """Where Python finds modules so that what a server starts is a fork."""
 IMPORTS = {
-    "engine": ("ess.engine.process.rank", "ess.prefill.worker", "ess.comm.processes.joined"),
+    "engine": (
+        "ess.engine.process.rank",
+        "ess.engine.mesh.process",
+        "ess.prefill.worker",
+        "ess.comm.processes.joined",
+    ),
     "interpreted": (
         "triton.experimental.gluon",
         "ess.kernels.cuda.triton.ops",
@@ -163,19 +168,20 @@ class Forked(subprocess.Popen):
 
 
 class Nursery:
-    """As seen by the process that asks it."""
+    """As seen by the process that asks it. Words `before` its command may let it, and so its forks,
+    run on another host, where only a `path` leads to it."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, before: Sequence[str] = (), path: str = "") -> None:
         self._asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
-        self.address = f"nursery-{os.getpid()}-{kind}"
+        self.address = path or f"@nursery-{os.getpid()}-{kind}"
         with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hears:
-            hears.bind(f"\0{self.address}")
+            hears.bind(self.address.replace("@", "\0", 1))
             hears.listen()
             files = theirs.fileno(), hears.fileno()
             words = ["-m", "tests.support.forked", *map(str, files), *IMPORTS[kind]]
             self.process = subprocess.Popen(
-                [sys.executable, *words],
+                [*before, sys.executable, *words],
                 cwd=ROOT,
                 env={
                     **STARTED,

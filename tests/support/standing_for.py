@@ -18,17 +18,19 @@ import socket
 from ess.engine.process.lifeline import die_with_parent
 
 NURSERY = "FORKED_BY_{}"
-"""The variable that has the address of a nursery, by its kind."""
+"""The variable that has the address of a nursery, by its kind: a path, or a name behind an @."""
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def stand(kind: str, words: list[str]) -> None:
-    """`words` are those behind `python`. Returns only if the nursery has no such fork: then this
-    process does the work itself."""
+    """`words` are those behind `python`. Returns only if there is no nursery of this kind, or it
+    has no such fork: then this process does the work itself."""
+    if not (address := os.environ.get(NURSERY.format(kind), "").replace("@", "\0", 1)):
+        return
     die_with_parent()
     files = inherited()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nursery:
-        nursery.connect(f"\0{os.environ[NURSERY.format(kind)]}")
+        nursery.connect(address)
         asked = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}
         socket.send_fds(nursery, [json.dumps(asked | {"files": files}).encode()], files)
         fork = int(nursery.recv(64))

@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import sys
 
-OF_AN_ENGINE = ("ess.engine.process.worker", "ess.engine.process.rank", "ess.prefill.worker")
+OF_AN_ENGINE = (
+    "ess.engine.process.worker",
+    "ess.engine.process.rank",
+    "ess.engine.mesh.process",
+    "ess.prefill.worker",
+)
 WITHOUT_TORCH = (
     "ess.engine.process.fake_engine",
     "ess.server.commands.start.front",
