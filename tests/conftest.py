@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.left_sockets import Sockets
+
 gc.disable()  # a fifth of the time that imports take, until all is imported
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may be without it
@@ -122,6 +124,7 @@ class Garbage:
 def pytest_configure(config: pytest.Config) -> None:
     if sys.platform == "linux":
         config.pluginmanager.register(Garbage())
+    config.pluginmanager.register(Sockets())
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         from tests.support.collected import fork_workers
 

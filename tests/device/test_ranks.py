@@ -167,10 +167,10 @@ SIZES = ("--form", "f32", "--row", "f32", "--host-bytes", "96MiB", "--max-runnin
 
 
 def completion(url: str) -> str:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    made = client.completions.create(
-        model="ess-embedded", prompt=PROMPT, max_tokens=MADE, temperature=0, timeout=300
-    )
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        made = client.completions.create(
+            model="ess-embedded", prompt=PROMPT, max_tokens=MADE, temperature=0, timeout=300
+        )
     return made.choices[0].text
 
 

@@ -11,7 +11,6 @@ import sys
 import urllib.request
 from pathlib import Path
 
-import openai
 import pytest
 
 from ess.door import Offload
@@ -79,7 +78,7 @@ def test_a_completion_is_that_of_the_host(told: dict[str, str]):
         assert shown["settings"]["backend"] == {"value": "cuda", "from": "derived"}
         assert shown["memory"]["device"]["name"] == "emulated"
         until(lambda: process.status("/ready") == 200, "a rehearsed engine", within_s=300)
-        client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0)
+        client = process.client()
         made = client.completions.create(
             model="ess-embedded", prompt=PROMPT, max_tokens=MADE, temperature=0, timeout=300
         )

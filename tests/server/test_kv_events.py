@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import openai
 import pytest
 import zmq
 
@@ -396,7 +395,7 @@ def test_a_server_says_which_prompts_it_keeps(consume, tmp_path):
     at = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
     with Process("--kv-events", at[0], "--kv-events-replay", at[1]).wait_ready() as process:
         consumer = consume(*at)
-        client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0)
+        client = process.client()
         prompt = [(7 * at) % 500 + 5 for at in range(200)]
         client.completions.create(model="ess-embedded", prompt=prompt, max_tokens=3)
         names = {block_name(content) for content in page_hashes(prompt)}

@@ -61,7 +61,7 @@ def test_what_it_says_is_what_the_engine_makes(running: Process):
     from ess.models.load import load_model
     from tests.support.stored import Stored
 
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    client = running.client()
     asked = {"model": "ess-embedded", "prompt": "The server is", "max_tokens": 24, "temperature": 0}
     whole = client.completions.create(**asked)
     streamed = "".join(c.choices[0].text for c in client.completions.create(**asked, stream=True))
@@ -107,7 +107,7 @@ def test_a_calibration_decides_how_a_launched_engine_starts(tmp_path: Path):
     """Without one the first step runs NONE. The prompt is longer than there are slots."""
     flags = ("--calibration", calibration(tmp_path), "--sbo", "combine-down", "--max-running", "1")
     with Process(*flags).wait_ready() as process:
-        client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0)
+        client = process.client()
         client.completions.create(model="ess-embedded", prompt=[7] * 1500, max_tokens=3)
 
         def modes() -> list[dict[str, int]]:
@@ -139,7 +139,7 @@ def test_a_seed_gives_the_same_again_and_another_gives_another(running: Process)
 
 
 def test_a_prompt_seen_before_is_cached_until_it_is_flushed(running: Process):
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    client = running.client()
     asked = {"model": "ess-embedded", "prompt": [7] * 300, "max_tokens": 2}
 
     def cached() -> int:
@@ -153,7 +153,7 @@ def test_a_prompt_seen_before_is_cached_until_it_is_flushed(running: Process):
 
 
 def test_too_long_is_refused_and_what_never_fits_too(running: Process):
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    client = running.client()
     with pytest.raises(openai.BadRequestError, match="2,048"):
         client.completions.create(model="ess-embedded", prompt=[5] * 2048, max_tokens=1)
 

@@ -138,7 +138,7 @@ def test_all_who_leave_free_everything(count: int):
 @pytest.mark.slow
 def test_a_grammar_and_chances_with_the_real_engine():
     with Process().wait_ready() as process:
-        client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="x", max_retries=0)
+        client = process.client()
         schema = {"enum": ["a server", "a client", 8000]}
         named = {"name": "what", "schema": schema}
         asked = {"model": "ess-embedded", "max_tokens": 60, "seed": 1}

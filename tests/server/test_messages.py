@@ -391,21 +391,22 @@ def test_effort_is_the_chat_s(effort: str):
 
 def test_the_client_s_own_reader_accepts_all_of_it(calling: Served):
     anthropic = pytest.importorskip("anthropic", reason="`anthropic` of extra `dev` is missing")
-    client = anthropic.Anthropic(base_url=calling.url, api_key="none", max_retries=0)
-    [model] = client.models.list()
-    assert (model.id, model.type, client.models.retrieve(model.id)) == (
-        "test-model",
-        "model",
-        model,
-    )
-    asked = {"model": "test-model", "max_tokens": 400, "messages": ASKED, "tools": TOOLS}
-    whole = client.messages.create(**asked, **THINKING)
-    with client.messages.stream(**asked, **THINKING) as stream:
-        final = stream.get_final_message()
-    for made in (whole, final):
-        thought, text, tide, _ = made.content
-        assert (thought.thinking, text.text, tide.input) == (REASONING, "Let me look.", ARGUMENTS)
-        assert (made.stop_reason, made.id) == ("tool_use", f"msg_{made.id[4:]}")
-    with pytest.raises(anthropic.BadRequestError) as caught:
-        client.messages.create(**{**asked, "max_tokens": 9999})
-    assert caught.value.request_id
+    with anthropic.Anthropic(base_url=calling.url, api_key="none", max_retries=0) as client:
+        [model] = client.models.list()
+        assert (model.id, model.type, client.models.retrieve(model.id)) == (
+            "test-model",
+            "model",
+            model,
+        )
+        asked = {"model": "test-model", "max_tokens": 400, "messages": ASKED, "tools": TOOLS}
+        whole = client.messages.create(**asked, **THINKING)
+        with client.messages.stream(**asked, **THINKING) as stream:
+            final = stream.get_final_message()
+        for made in (whole, final):
+            thought, text, tide, _ = made.content
+            assert (thought.thinking, text.text) == (REASONING, "Let me look.")
+            assert tide.input == ARGUMENTS
+            assert (made.stop_reason, made.id) == ("tool_use", f"msg_{made.id[4:]}")
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            client.messages.create(**{**asked, "max_tokens": 9999})
+        assert caught.value.request_id

@@ -29,7 +29,7 @@ THOUGHT = [
 
 
 def client(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    return served.client()
 
 
 def create(served: Served, **asked: Any) -> Any:

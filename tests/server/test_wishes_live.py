@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from ess.server.commands.start.files.checkpoint import embedded_path
@@ -103,7 +102,7 @@ def test_allowed_ids_and_bad_words_hold(running: Process):
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tide"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_required_calls_come_with_right_arguments(running: Process, choice, stream):
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    client = running.client()
     tool = {"type": "function", "function": {"name": "tide", "parameters": PARAMETERS}}
     made = client.chat.completions.create(
         model="tiny",
@@ -133,7 +132,7 @@ def test_required_calls_come_with_right_arguments(running: Process, choice, stre
 
 
 def test_responses_call_too(running: Process):
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    client = running.client()
     tool = {"type": "function", "name": "tide", "parameters": PARAMETERS, "strict": True}
     made = client.responses.create(
         model="tiny", input="When?", tools=[tool], tool_choice="required", max_output_tokens=200,

@@ -56,6 +56,7 @@ class Process:
         words = ["-c", RUN, command, "--json", *small, *flags]
         is_real = bool(is_real or before or tree != ROOT)
         paths = os.pathsep.join((str(tree), os.environ.get("PYTHONPATH", "")))
+        self._clients = contextlib.ExitStack()
         engines = {"PYTHONPATH": paths} if is_real or has_real_children else forked_engines()
         given = {"env": {**os.environ, **engines, **environment}, "stderr": stderr}
         given |= {"stdout": subprocess.PIPE, "text": True, "stdin": stdin}
@@ -100,6 +101,7 @@ class Process:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
         self.process.communicate()
+        self._clients.close()
 
     def status(self, path: str) -> int:
         """0 if the connection was refused, or no server answers on it."""
@@ -136,11 +138,15 @@ class Process:
         os.kill(worker_of(pid), signal.SIGKILL)
         return pid
 
-    def stream(self, **asked: object) -> openai.Stream[openai.types.Completion]:
+    def client(self) -> openai.OpenAI:
+        """It is closed with the server."""
         import openai  # a machine with a GPU may be without it
 
-        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-        return client.completions.create(
+        made = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        return self._clients.enter_context(made)
+
+    def stream(self, **asked: object) -> openai.Stream[openai.types.Completion]:
+        return self.client().completions.create(
             model="ess-embedded",
             prompt="The server is",
             stream=True,

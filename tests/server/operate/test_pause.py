@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import zmq
 import zmq.asyncio
@@ -112,7 +111,7 @@ def test_an_abort_ends_what_is_open(served: Served, stop: str, body: Any, flush_
     assert post(served, "/flush_cache") == (200, {"flushed": True})
     assert post(served, "/pause")[0] == 200, "once more"
     assert post(served, "/resume") == (200, {"status": "resumed"})
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    client = served.client()
     made = client.completions.create(model="test-model", prompt="a", max_tokens=3)
     assert made.usage is not None
     assert made.usage.completion_tokens == 3
