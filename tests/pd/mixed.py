@@ -102,18 +102,16 @@ def _text(choice: Mapping[str, Any]) -> str:
     return choice.get("delta", choice.get("message", {})).get("content") or ""
 
 
-def results(url: str, asked: Sequence[Asked], *, waits: bool = False) -> list[Result]:
-    """`waits` asks again behind a 503: a router that a loaded machine has kept from its
-    workers for seconds calls them unhealthy, and takes them back."""
+def answered(url: str, body: object) -> Answer:
+    """It is asked again behind a 503: a router that a loaded machine has kept from its workers for
+    seconds calls them unhealthy, and takes them back."""
+    deadline_s = time.monotonic() + BACK_S
+    while (answer := ask(url, body)).status == 503 and time.monotonic() < deadline_s:
+        time.sleep(0.5)
+    return answer
 
-    def answered(each: Asked) -> Answer:
-        deadline_s = time.monotonic() + BACK_S
-        while True:
-            answer = ask(url + each.path, dict(each.body))
-            if answer.status != 503 or not waits or time.monotonic() > deadline_s:
-                return answer
-            time.sleep(0.5)
 
+def results(url: str, asked: Sequence[Asked]) -> list[Result]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(answered, asked))
+        answers = list(pool.map(lambda each: answered(url + each.path, dict(each.body)), asked))
     return [result_of(each, answer) for each, answer in zip(asked, answers, strict=True)]

@@ -82,7 +82,7 @@ def main() -> None:
             with stand.behind(kind) as router:
                 pid = router._process.pid
                 with stopping([pid, *kin(pid)], draw) as stops:
-                    made = [results(router.url, asked, waits=True) for _ in range(given.rounds)]
+                    made = [results(router.url, asked) for _ in range(given.rounds)]
             pairs = [pair for each in made for pair in zip(each, expected, strict=True)]
             wrong, took_s = sum(one != other for one, other in pairs), time.monotonic() - began_s
             still = f"{sum(stops):.0f} s | {took_s:.0f} s"
