@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from pathlib import Path
 
@@ -52,30 +53,27 @@ class Listener:
     """Counts who comes: what was never accepted would still wait in the backlog."""
 
     def __init__(self) -> None:
-        self._sockets = [socket.create_server(("127.0.0.1", 0), backlog=128)]
-        self.port = self._sockets[0].getsockname()[1]
-        if socket.has_ipv6:
-            family = socket.AF_INET6
-            self._sockets.append(socket.create_server(("::1", self.port), family=family))
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        self._socket = socket.create_server(
+            ("", 0), family=family, dualstack_ipv6=is_dual, backlog=128
+        )
+        self.port = self._socket.getsockname()[1]
 
     def __enter__(self) -> Listener:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for each in self._sockets:
-            each.close()
+        self._socket.close()
 
     @property
     def came(self) -> int:
         count = 0
-        for each in self._sockets:
-            each.setblocking(False)
-            try:
-                while True:
-                    each.accept()[0].close()
-                    count += 1
-            except BlockingIOError:
-                continue
+        self._socket.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._socket.accept()[0].close()
+                count += 1
         return count
 
 
