@@ -99,7 +99,7 @@ def vs_transformers_benchmark(
 @compute_threads()
 def rows_of(context: int, batches: Sequence[int], *, repeats: int) -> list[Row]:
     if importlib.util.find_spec("transformers") is None:
-        raise Unavailable("transformers is not installed: pip install ess[oracle]")
+        raise Unavailable("transformers is not installed: pip install 'ess[oracle]'")
     with tempfile.TemporaryDirectory() as folder:
         export(Path(folder))
         rows = [agreement(Path(folder))]

@@ -10,6 +10,7 @@ engine works at this context, and at what cost, the second what the gain is. The
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -104,7 +105,7 @@ def headline_benchmark(
     trace
         Write a timeline of one measured and one predicted step, for Chrome or Perfetto.
     plot
-        Draw the plots into this folder.
+        Draw the plots into this folder; those of a second context end in -2.png.
     """
     console.check_file("--trace", trace)
     plots.check_folder(plot)
@@ -168,8 +169,15 @@ def draw(outcome: Outcome, *, trace: Path | None, plot: Path | None) -> None:
         console.note(f"written: {trace}")
     if plot is None:
         return
-    for curves in outcome.curves[:1]:
-        plots.draw_curves(curves, plot)
+    for place, curves in enumerate(outcome.curves, 1):
+        plots.draw_curves(curves, plot, after=_after(place))
+    drawn = Counter[str]()
     for title, spans in outcome.timelines:
         half = title.partition(":")[0]
-        plots.draw_timeline(plot / f"timeline-{half}.png", title, spans, share=SHOWN[half])
+        drawn[half] += 1
+        path = plot / f"timeline-{half}{_after(drawn[half])}.png"
+        plots.draw_timeline(path, title, spans, share=SHOWN[half])
+
+
+def _after(place: int) -> str:
+    return f"-{place}" if place > 1 else ""

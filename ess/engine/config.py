@@ -178,7 +178,9 @@ class ProcessConfig(EngineConfig):
         "sglang", "telemetry", "Whose KV events to write: arrays, or maps as vLLM of 2026 does."
     )
     kv_events_public: bool = setting(
-        False, "telemetry", "Publish KV events where other machines reach them: prompts, no key."
+        False,
+        "telemetry",
+        "Publish KV events to other machines: they hold prompts, and need no key.",
     )
     pp_size: int = setting(
         1, "pipeline", "Stages that the layers are divided over, a process each.", (1, 1024)

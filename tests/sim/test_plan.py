@@ -332,7 +332,8 @@ def test_a_normal_node_is_the_default_and_more_is_said(capsys: pytest.CaptureFix
     in_words = f"batch {normal['chosen']['batch']}, x{normal['gain']:.2f} over resident"
     assert in_words in " ".join(large["advice"])
     in_words = f"batch {large['chosen']['batch']}, x{large['gain']:.2f} over resident"
-    assert in_words in " ".join(normal["advice"])
+    assert f"{in_words} as TP1 x DP16, EP16, PP2" in " ".join(normal["advice"])
+    assert (normal["parallel"]["pp"], large["parallel"]["pp"]) == (1, 2)
     assert main(["plan", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == normal
 
@@ -410,6 +411,7 @@ def test_counts_are_not_rounded(capsys: pytest.CaptureFixture[str]):
 def test_times_need_a_unit(text: str):
     with pytest.raises(BadInput, match="must be a time above 0"):
         parse_duration(text, "--tpot")
+    assert main(["plan", "--ttft", text]) == 2
 
 
 def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]):

@@ -266,6 +266,9 @@ def test_the_page_draws_five_lines_in_a_browser(tmp_path: Path):
         assert browser.value("document.querySelectorAll('svg').length") == 5
         assert browser.value("document.querySelectorAll('svg path').length") == 8
         assert browser.value("document.querySelectorAll('svg circle').length") == 120
+        width = "(path) => path.getAttribute('stroke-width')"
+        widths = f"[...document.querySelectorAll('path')].map({width})"
+        assert browser.value(widths) == ["5", "1.5"] * 4, "resident lies under the other line"
         assert browser.value(
             "[...document.querySelectorAll('path')].every((path) => path.getTotalLength() > 0)"
         )
@@ -329,9 +332,9 @@ def test_the_pace_is_kept_by_nine_in_ten(planner: Planner, mtp: int):
             "attention of 4 heads over fp8 rows was not measured",
         ),
         (["--rate", "1", "--ctx", "4m"], "a prompt of 4,194,304 tokens"),
-        (["--trace", "nowhere.csv"], "nowhere.csv"),
+        (["--trace", "nowhere.csv"], "the trace nowhere.csv cannot be read: No such file"),
     ],
 )
 def test_wrong_asks_get_a_sentence(asked: list[str], says: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["sim", *asked]) != 0
+    assert main(["sim", *asked]) == 2
     assert says in capsys.readouterr().err

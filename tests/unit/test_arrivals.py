@@ -54,6 +54,7 @@ def test_a_byte_order_mark_and_quotes_are_no_obstacle(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("", "no column TIMESTAMP"),
+        ("garbage\n", "and lines of Mooncake traces begin with {"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no request"),
         ("TIMESTAMP,Tokens\n1,2\n", "line 1: no column ContextTokens, GeneratedTokens"),
         (AZURE + "2023-11-16 18:15:51,twelve,3\n", "line 5"),

@@ -167,7 +167,7 @@ def test_the_choice_is_explained():
         "stage 1: layers 15..29 (15), 24.2% of the work",
         "stage 2: layers 30..45 (16), 25.8% of the work",
         "stage 3: layers 46..60 (15) and the MTP layer, 25.8% of the work",
-        "stages wait 3.1% of the time for the dearest",
+        "stages wait 3.1% of the time for the slowest",
     ]
     alone = explained(V32, partition(V32, 1), even_costs(V32))
     assert alone[0] == "stage 0: layers 0..60 (61) and the embedding, 100.0% of the work"

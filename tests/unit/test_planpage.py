@@ -146,6 +146,13 @@ def test_what_cannot_be_gets_a_sentence(answer: Any, ask: dict[str, Any], says: 
     assert says in answer(**ask)["refused"]
 
 
+def test_the_page_has_the_band_of_the_plan(numbers: dict[str, Any]) -> None:
+    """Its batch has more queries than were measured, so its band is wider than a lone request's."""
+    low, high = planner().plan().chosen.token_band
+    assert f"off by {100 * low:+.0f} to {100 * high:+.0f} %" in numbers["about"]
+    assert (low, high) != planner().point(1, 65_536).token_band
+
+
 def test_the_page_is_whole_and_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planpage, "numbers_of", lambda *given, **named: {"model": "</script>"})
     html = planpage.page(planner(), QUESTION, model="x", gpu="y")

@@ -27,7 +27,9 @@ def check_folder(folder: Path | None) -> None:
     """Called before the work, so that nothing is measured for a plot that cannot be drawn."""
     console.check_folder("--plot", folder)
     if folder is not None and importlib.util.find_spec("matplotlib") is None:
-        raise Unavailable("--plot needs matplotlib, which is not installed: pip install ess[plot]")
+        raise Unavailable(
+            "--plot needs matplotlib, which is not installed: pip install 'ess[plot]'"
+        )
 
 
 def draw_locality(locality: Locality, folder: Path) -> None:
@@ -76,7 +78,8 @@ def draw_locality(locality: Locality, folder: Path) -> None:
     _figure(folder / "similarity.png", f"How alike selections are, {where}", alike)
 
 
-def draw_curves(curves: Curves, folder: Path) -> None:
+def draw_curves(curves: Curves, folder: Path, *, after: str = "") -> None:
+    """`after` ends the names of the files, where a run draws several of each."""
     ways = (("with offload", curves.points, OURS), ("resident", curves.resident, THEIRS))
 
     def throughput(axes: Any) -> None:
@@ -95,8 +98,10 @@ def draw_curves(curves: Curves, folder: Path) -> None:
         axes.set_xlabel("tokens/s per user")
         axes.set_ylabel("tokens/s per GPU")
 
-    _figure(folder / "throughput.png", f"Throughput against batch, {curves.title}", throughput)
-    _figure(folder / "pareto.png", f"Throughput against speed, {curves.title}", pareto)
+    _figure(
+        folder / f"throughput{after}.png", f"Throughput against batch, {curves.title}", throughput
+    )
+    _figure(folder / f"pareto{after}.png", f"Throughput against speed, {curves.title}", pareto)
 
 
 def draw_timeline(path: Path, title: str, spans: Sequence[Span], *, share: float) -> None:

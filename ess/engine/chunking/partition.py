@@ -123,7 +123,7 @@ def explained(layout: ModelLayout, parts: Sequence[range], costs: Costs | None =
         )
     ]
     balance = total / (len(parts) * max(works))
-    return [*lines, f"stages wait {1 - balance:.1%} of the time for the dearest"]
+    return [*lines, f"stages wait {1 - balance:.1%} of the time for the slowest"]
 
 
 def _extras(layout: ModelLayout, stages: int) -> list[str]:

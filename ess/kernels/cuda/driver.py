@@ -238,6 +238,6 @@ def _driver() -> Any:
         from cuda.bindings import driver
     except ImportError as error:
         raise Unavailable(
-            f"cuda-bindings is not installed ({error}): pip install ess[cuda]"
+            f"cuda-bindings is not installed ({error}): pip install 'ess[cuda]'"
         ) from None
     return driver

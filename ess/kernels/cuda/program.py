@@ -218,7 +218,7 @@ def _nvrtc() -> Any:
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise Unavailable(
-            f"cuda-bindings is not installed ({error}): pip install ess[cuda]"
+            f"cuda-bindings is not installed ({error}): pip install 'ess[cuda]'"
         ) from None
     try:
         nvrtc.nvrtcVersion()

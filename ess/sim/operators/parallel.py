@@ -47,6 +47,17 @@ class Parallel:
         return cls(attention_dp=gpu_count, expert_ep=gpu_count)
 
     @property
+    def name(self) -> str:
+        """
+        >>> Parallel(attention_tp=8, expert_tp=8).name, Parallel.wide(32).name
+        ('TP8 x DP1, TP8', 'TP1 x DP32, EP32')
+        """
+        experts = [f"EP{self.expert_ep}"] if self.expert_ep > 1 or self.expert_tp == 1 else []
+        experts += [f"TP{self.expert_tp}"] if self.expert_tp > 1 else []
+        stages = f", PP{self.pp}" if self.pp > 1 else ""
+        return f"TP{self.attention_tp} x DP{self.attention_dp}, {' x '.join(experts)}{stages}"
+
+    @property
     def can_send(self) -> bool:
         return self.expert_tp == 1 and self.attention_dp > 1
 

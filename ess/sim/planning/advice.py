@@ -43,7 +43,7 @@ def _host_memory(planner: Planner, plan: Plan, node: Node, is_searched: bool) ->
     if needed > NORMAL_HOST_BYTES:
         normal = replace(node, host_bytes=NORMAL_HOST_BYTES).host_bytes_of(gpus)
         try:
-            said = _outcome(_planned_with(planner, normal, is_searched))
+            said = _outcome(_planned_with(planner, normal, is_searched), beside=plan)
         except BadInput as refusal:
             said = str(refusal)
         has = f"a DGX H200 has {format_bytes(NORMAL_HOST_BYTES)}"
@@ -54,7 +54,8 @@ def _host_memory(planner: Planner, plan: Plan, node: Node, is_searched: bool) ->
     if answer.chosen.batch <= plan.chosen.batch:
         return []
     amount = format_bytes(answer.chosen.host_bytes * node.neighbours(gpus))
-    return [f"host memory limits the batch: {amount} per node would give {_outcome(answer)}"]
+    said = _outcome(answer, beside=plan)
+    return [f"host memory limits the batch: {amount} per node would give {said}"]
 
 
 def _planned_with(planner: Planner, host_bytes: int | None, is_searched: bool) -> Plan:
@@ -62,6 +63,7 @@ def _planned_with(planner: Planner, host_bytes: int | None, is_searched: bool) -
     return (best_way(other) if is_searched else other).plan()
 
 
-def _outcome(answer: Plan) -> str:
+def _outcome(answer: Plan, *, beside: Plan) -> str:
     gain = "" if answer.gain is None else f", x{answer.gain:.2f} over resident"
-    return f"batch {answer.chosen.batch}{gain}"
+    same = answer.parallel == beside.parallel
+    return f"batch {answer.chosen.batch}{gain}" + ("" if same else f" as {answer.parallel.name}")

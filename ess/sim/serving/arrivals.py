@@ -53,6 +53,8 @@ def read_arrivals(path: str | os.PathLike[str]) -> list[Arrival]:
             arrivals = list((read_mooncake if first == "{" else read_azure)(file))
     except (BadInput, UnicodeDecodeError) as error:
         raise BadInput(f"{os.fspath(path)}, {error}") from None
+    except OSError as error:
+        raise BadInput(f"the trace {os.fspath(path)} cannot be read: {error.strerror}") from None
     if not arrivals:
         raise BadInput(f"{os.fspath(path)} holds no request")
     start = min(arrival.at_s for arrival in arrivals)
@@ -85,7 +87,10 @@ def read_azure(lines: Iterable[str]) -> Iterator[Arrival]:
     try:
         missing = [name for name in AZURE_COLUMNS if name not in (reader.fieldnames or ())]
         if missing:
-            raise BadInput(f"line 1: no column {', '.join(missing)}; Azure traces have these")
+            raise BadInput(
+                f"line 1: no column {', '.join(missing)}; Azure traces have these, and lines of "
+                "Mooncake traces begin with {"
+            )
         for record in reader:
             yield _azure_arrival(reader.line_num, record)
     except csv.Error as error:

@@ -304,9 +304,9 @@ def _asked(decode: DecodeFlags, ways: WayFlags, nodes: NodeFlags) -> Ask:
 
 
 def _question(ask: Ask, tiers: TierFlags, node: Node, *, is_searched: bool) -> Question:
-    wanted = None
+    wanted, ttft_s = None, parse_duration(tiers.ttft, "--ttft") / 1e6
     if tiers.rate is not None:
-        wanted = FleetGoal(rate=tiers.rate, ttft_s=parse_duration(tiers.ttft, "--ttft") / 1e6)
+        wanted = FleetGoal(rate=tiers.rate, ttft_s=ttft_s)
     return Question(
         node=node,
         work=Work(context=ask.context, output_tokens=tiers.out, cached_share=tiers.cached),

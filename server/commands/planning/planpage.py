@@ -45,14 +45,14 @@ def numbers_of(
     depths = sorted({*mtps, ask.queries_each})
     lengths = sorted({*contexts, ask.context})
     grids = [_grids(planner, mtp, lengths, batches, slots) for mtp in depths]
-    low, high = (100 * side for side in planner.point(1, ask.context).token_band)
+    low, high = (100 * side for side in planner.plan().chosen.token_band)
     return {
         "model": model,
         "gpu": gpu,
         "gpus": ask.gpu_count,
-        "about": f"ess {ess.__version__}. Times are the simulator's, read between grid points. A "
-        f"time per token may be off by {low:+.0f} to {high:+.0f} %, by more where many rows are "
-        "missed.",
+        "about": f"ess {ess.__version__}. Times are the simulator's, read between grid points. As "
+        f"first shown, a time per token may be off by {low:+.0f} to {high:+.0f} %, with other "
+        "inputs by more or less.",
         "ask": {
             "context": ask.context,
             "out": question.work.output_tokens,

@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 from rich.table import Table
 
 from ess import console
-from ess.sim.operators.parallel import Parallel
 from ess.sim.planning.answers import PlanAnswer, Question
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import EXACT, Band
@@ -60,7 +59,7 @@ def print_sides(lines: Iterable[Line]) -> None:
 def plan_lines(answer: PlanAnswer, ask: Ask, question: Question) -> list[Line]:
     plan = answer.plan
     both = Sides(plan.chosen, plan.resident).line
-    ours, theirs = name_of(plan.parallel), name_of(plan.resident_parallel)
+    ours, theirs = plan.parallel.name, plan.resident_parallel.name
     neighbours = question.node.neighbours(ask.gpu_count)
     even = "-"
     if plan.break_even_batch is not None:
@@ -156,9 +155,7 @@ def fleet_lines(fleets: Fleets, question: Question) -> list[Line]:
             f"{wanted.rate:g} requests/s",
         ),
         both("decode GPUs", lambda side: _gpus(side.fleet.decode), "groups x GPUs of each"),
-        both(
-            "the model is shared", lambda side: name_of(side.parallel), "heads x requests, experts"
-        ),
+        both("the model is shared", lambda side: side.parallel.name, "heads x requests, experts"),
         both(
             "prefill GPUs",
             lambda side: _gpus(side.fleet.prefill),
@@ -230,17 +227,6 @@ def show_changes(every: Sequence[ChangedPlan]) -> None:
 def _reason(refused: str) -> str:
     """The first clause of a refusal: a table has no room for its figures."""
     return refused.split(":")[0].split(";")[0]
-
-
-def name_of(way: Parallel) -> str:
-    """
-    >>> name_of(Parallel(attention_tp=8, expert_tp=8)), name_of(Parallel.wide(32))
-    ('TP8 x DP1, TP8', 'TP1 x DP32, EP32')
-    """
-    experts = [f"EP{way.expert_ep}"] if way.expert_ep > 1 or way.expert_tp == 1 else []
-    experts += [f"TP{way.expert_tp}"] if way.expert_tp > 1 else []
-    stages = f", PP{way.pp}" if way.pp > 1 else ""
-    return f"TP{way.attention_tp} x DP{way.attention_dp}, {' x '.join(experts)}{stages}"
 
 
 def modes(point: Point) -> str:

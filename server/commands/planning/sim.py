@@ -21,7 +21,7 @@ from ess.server.commands.planning.plan import (
     WorkerFlags,
     parse_duration,
 )
-from ess.server.commands.planning.planshow import Line, banded, name_of, print_sides, ranged
+from ess.server.commands.planning.planshow import Line, banded, print_sides, ranged
 from ess.sim.planning.bands import inverse
 from ess.sim.serving.arrivals import Arrival, read_arrivals
 from ess.sim.serving.comparison import Served, serve
@@ -186,7 +186,7 @@ def _print(served: Served, arrivals: list[Arrival], serving: Serving) -> None:
 def _lines(served: Served, arrivals: list[Arrival], serving: Serving) -> list[Line]:
     prefill = banded(f"{served.prefill_tokens_per_s:,.0f}", inverse(served.prefill_band))
     gpus = ranged("{:,}", served.gpu_count, served.gpu_ends)
-    way = name_of(served.parallel)
+    way = served.parallel.name
     return [
         ("the model is shared", way, way, "heads x requests, experts"),
         _figure(
@@ -319,6 +319,7 @@ def _sustained(served: Served) -> list[Line]:
     if not served.sustained:
         return []
     offload, resident = served.sustained
+    decoding = served.parallel.attention_tp
     ours, theirs = (
         ranged("{:.4f}", rate.rate_each, sorted(end.rate_each for end in ends))
         for rate, ends in zip(served.sustained, served.sustained_ends, strict=True)
@@ -331,9 +332,9 @@ def _sustained(served: Served) -> list[Line]:
     return [
         (
             "sustained, requests/s",
-            f"{offload.rate:.2f} of {offload.gpu_count}",
-            f"{resident.rate:.2f} of {resident.gpu_count}",
-            f"of so many GPUs, {served.parallel.attention_tp} of which decode",
+            f"{offload.rate:.2f} by {offload.gpu_count}",
+            f"{resident.rate:.2f} by {resident.gpu_count}",
+            f"by so many GPUs, {decoding} of them for decode",
         ),
         ("sustained per GPU, all", ours, theirs, remark),
     ]

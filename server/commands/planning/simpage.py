@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import ess
 from ess.server.commands.planning.htmlfile import whole
-from ess.server.commands.planning.planshow import name_of
 from ess.sim.serving.comparison import Served
 from ess.sim.serving.goodput import ttft_s
 from ess.sim.serving.replay import Replay
@@ -23,7 +22,7 @@ def page(served: Served, replays: tuple[Replay, Replay], serving: Serving) -> st
 def numbers_of(served: Served, replays: tuple[Replay, Replay], serving: Serving) -> dict[str, Any]:
     names = ("with offload", "resident")
     return {
-        "about": f"ess {ess.__version__}. Simulated, {name_of(served.parallel)}; a time per token "
+        "about": f"ess {ess.__version__}. Simulated, {served.parallel.name}; a time per token "
         f"may be off by {100 * served.band[0]:+.0f} to {100 * served.band[1]:+.0f} %.",
         "gpus": served.gpu_count,
         "objective": {"first_s": serving.objective.ttft_s, "token_s": serving.objective.tpot_s},

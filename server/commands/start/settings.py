@@ -137,7 +137,7 @@ class Settings(ProcessConfig):
     unread_bytes: str = setting(
         "128MiB",
         "listening",
-        "What may wait for slow clients, in calls and again in sockets, of each process.",
+        "Bytes of answers that may wait for slow clients in a process, and as many in its sockets.",
         least="1MiB",
     )
     max_model_len: str = setting("auto", "limits", "Tokens of the longest request, such as 128k.")

@@ -230,8 +230,10 @@ def test_refusals_come_before_the_work(
 def test_curves_and_timelines_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plots need the extra ess[plot]")
     outcome = Outcome()
-    predict(outcome, HeadlineRun(contexts=(131_072,)), 131_072, 2)
+    for context in (32_768, 131_072):
+        predict(outcome, HeadlineRun(contexts=(context,)), context, 2)
     headline.draw(outcome, trace=None, plot=tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"throughput.png", "pareto.png", "timeline-predicted.png"}
+    names = {path.stem for path in tmp_path.iterdir()}
+    first = {"throughput", "pareto", "timeline-predicted"}
+    assert names == first | {f"{name}-2" for name in first}
     assert plots.DPI > 72

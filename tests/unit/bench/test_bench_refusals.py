@@ -98,7 +98,7 @@ def test_a_package_that_is_missing_is_missed_before_any_work(
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr(vs_transformers, "Checkpoint", read)
     assert cli.main(["vs-transformers", "--smoke"]) == 1
-    assert "transformers is not installed: pip install ess[oracle]" in capsys.readouterr().err
+    assert "transformers is not installed: pip install 'ess[oracle]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", [0, -1, 1_000_001])
