@@ -81,7 +81,7 @@ def _values(option: str, part: str) -> list[int]:
         return [parse_size(part, option)]
     value, last = parse_size(match[1], option), parse_size(match[2], option)
     sign, step = match[3] or "+", int(match[4] or 1)
-    if value < 1 or step < (2 if sign == "*" else 1):
+    if not 1 <= value <= last or step < (2 if sign == "*" else 1):
         raise BadInput(f"{option} {part}: a range that does not grow; write 1-16*2 or 1-7+3")
     values: list[int] = []
     while value <= last and len(values) <= VALUES_MAX:

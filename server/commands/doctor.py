@@ -87,8 +87,9 @@ def _summary(checks: Sequence[Check]) -> str:
     bad, poor = ([c.name for c in checks if c.grade == grade] for grade in ("fail", "warn"))
     if bad:
         return f"ess: this machine cannot serve yet: {', '.join(bad)}"
-    note = f"; worth a look: {', '.join(poor)}" if poor else ""
-    return f"ess: this machine can serve, `ess serve` starts{note}"
+    if poor:
+        return f"ess: this machine can serve; before `ess serve` look at: {', '.join(poor)}"
+    return "ess: this machine can serve, `ess serve` starts"
 
 
 def examined(port: int, transfer_host: str) -> Iterator[Check]:

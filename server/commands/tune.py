@@ -31,7 +31,7 @@ from ess.server.commands.start.resolving import derived, layout_of
 from ess.server.commands.start.settings import Settings, resolve
 from ess.sim.prefill.measured import MeasuredChunk, Model, modelled
 from ess.sim.prefill.tuning import Forecast, Setting, on_clock, search
-from ess.units import PAGE_ROWS, align_up, parse_size
+from ess.units import PAGE_ROWS, align_up, counted, parse_size
 
 CONFIRMED: Final = 3
 PROFILE_SHARES: Final = (0.5, 1, 2, 4)
@@ -136,7 +136,8 @@ class Tuner:
 
     def run(self) -> Tuning:
         default = self._default()
-        console.note(f"tune: {len(default.layers)} stages, prompts of {self._prompt:,} tokens")
+        stages = counted(len(default.layers), "stage")
+        console.note(f"tune: {stages}, prompts of {self._prompt:,} tokens")
         with Pipe(self._plan(default)) as pipe:
             model, longest = self._profile(pipe, default)
         forecasts = search(model, self._layout, default, self._prompt, chunk_max=longest)

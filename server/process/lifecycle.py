@@ -48,6 +48,7 @@ from ess.server.process.logs.refusal_notes import note_refusals
 from ess.server.process.pair.registration import Registration
 from ess.server.process.service import Service
 from ess.server.process.signals import HANG_S, Signals, limit_end
+from ess.units import counted
 
 FLUSH_S: Final = 2.0
 LAST_READ_S: Final = 4.0
@@ -176,7 +177,7 @@ class Running:
 
     def _note_end(self, seconds: float) -> None:
         count = sum(self._service.tally_of_all.finishes.values())
-        console.note(f"ess: ended after {lasted(seconds)}, {count:,} answers")
+        console.note(f"ess: ended after {lasted(seconds)}, {counted(count, 'answer')}")
 
     # ---- the ends
 

@@ -284,7 +284,7 @@ def test_doctor_s_code_says_whether_something_failed(
     assert cli.main(["doctor"]) == 0
     said = capsys.readouterr()
     assert "-> do 'this[now]'" in said.out
-    assert "can serve, `ess serve` starts; worth a look: b" in said.err
+    assert "can serve; before `ess serve` look at: b\n" in said.err
     monkeypatch.setattr(doctor, "examined", lambda port, host: iter((good, poor, bad)))
     assert cli.main(["doctor", "--json"]) == 3
     said = capsys.readouterr()

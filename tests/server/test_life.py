@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import openai
@@ -24,6 +25,7 @@ from ess.cost import Calibration
 from ess.overlap.calibration import shape_of
 from ess.server.commands import cli
 from ess.server.commands.start.files.checkpoint import embedded_path, read_checkpoint
+from ess.server.process.lifecycle import Running
 from tests.server.harness import TOKENIZER, until
 from tests.support.forked import finished, started
 from tests.support.kin import is_running
@@ -302,3 +304,9 @@ def test_what_cannot_be_served_is_a_sentence(
 ):
     assert cli.main(["serve", *flags]) == 2
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_last_line_counts_one_answer_as_one(capsys: pytest.CaptureFixture[str]):
+    tally = SimpleNamespace(finishes={"stop": 1})
+    Running._note_end(SimpleNamespace(_service=SimpleNamespace(tally_of_all=tally)), 61.0)
+    assert capsys.readouterr().err.endswith("ess: ended after 61 s, 1 answer\n")

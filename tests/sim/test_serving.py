@@ -249,6 +249,7 @@ def test_the_page_holds_all_it_shows(tmp_path: Path):
     assert script is not None
     numbers = json.loads(script[1])
     assert "TP4 x DP8, EP32" in numbers["about"]
+    assert numbers["decoding"] == 4
     assert [side["name"] for side in numbers["sides"]] == ["with offload", "resident"]
     for side in numbers["sides"]:
         assert len(side["firsts"]) == 60
@@ -263,6 +264,7 @@ def test_the_page_draws_five_lines_in_a_browser(tmp_path: Path):
     out = drawn(tmp_path)
     with chromium.Browser() as browser:
         browser.go(out.as_uri())
+        assert "GPUs, 4 for decode." in browser.value("document.body.textContent")
         assert browser.value("document.querySelectorAll('svg').length") == 5
         assert browser.value("document.querySelectorAll('svg path').length") == 8
         assert browser.value("document.querySelectorAll('svg circle').length") == 120

@@ -25,6 +25,7 @@ def numbers_of(served: Served, replays: tuple[Replay, Replay], serving: Serving)
         "about": f"ess {ess.__version__}. Simulated, {served.parallel.name}; a time per token "
         f"may be off by {100 * served.band[0]:+.0f} to {100 * served.band[1]:+.0f} %.",
         "gpus": served.gpu_count,
+        "decoding": served.parallel.attention_tp,
         "objective": {"first_s": serving.objective.ttft_s, "token_s": serving.objective.tpot_s},
         "sides": [
             {"name": name, **_side(replayed)} for name, replayed in zip(names, replays, strict=True)

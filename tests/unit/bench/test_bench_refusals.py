@@ -60,6 +60,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("locality --queries 0", "--queries 0: between"),
         ("locality --top-k -1 --model smollm2", "--top-k -1: between"),
         ("guest --ctx none", "--ctx"),
+        ("step --batch 5-1", "--batch 5-1: a range that does not grow"),
         ("guest --excerpts 0", "--excerpts 0: between"),
         ("guest --text no/such.txt", "cannot be read"),
         ("prefill --chunk 0", "--chunk 0: between"),
