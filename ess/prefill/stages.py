@@ -217,9 +217,12 @@ class Stages:
         """Stage s has obeyed its next frame: frames are obeyed in order."""
         self._taken[stage] += 1
         frame = self._taken[stage]
-        first = self._expected[0][0] if self._expected else self._sent_count + 1
-        if took.frame != frame or not first <= frame <= self._sent_count:
-            raise StageLost(f"{self.name(stage)} has obeyed frame {took.frame}, not {frame}")
+        if took.frame != frame or frame > self._sent_count:
+            raise StageLost(
+                f"{self.name(stage)} has obeyed frame {took.frame}, where {frame} is next of "
+                f"{self._sent_count} sent"
+            )
+        first, _ = self._expected[0]
         behind = self._expected[frame - first][1]
         if behind.free is None:
             behind.early.append((stage, took))
