@@ -86,7 +86,8 @@ class Handoffs:
     the engine has still to hear, each with the fault if its rows do not come. `ended` are the last
     handoffs that are over, the newest last; a handoff that has landed is over with the first step
     of its request, and until then waits in `_landed`, by the number of the request. `on_end` is
-    called when the port has told of an end: there may be room."""
+    called when the port has told of an end, and before the engine hears of a request: there may be
+    room."""
 
     def __init__(
         self,
@@ -198,6 +199,7 @@ class Handoffs:
             if sent or came:
                 self._on_end()
         while self._told:
+            self._on_end()
             request, fault = self._told.popleft()
             has_all = request.is_prefilled and not self._runner.offload.layout.has_states
             yield request, "" if has_all else fault

@@ -17,6 +17,7 @@ from tests.support.checkpoints import tokens
 from tests.support.few import few
 
 TEXT = tokens(700, 512, seed=3)
+WISH = Sampling(tokens_max=6, ignore_eos=True)
 LENGTHS = (1, 2, 63, 64, 65, 66, 129, 330, 129, 66, 200)
 
 
@@ -232,6 +233,20 @@ def test_rows_that_do_not_come_are_computed_here(cause: str):
     assert [taken.output] == alone([(TEXT[:200], taken.sampling)])
     assert pair.decode.port.stats().missed == 1
     assert [type(each) for each in pair.decode.engine.ended_handoffs] == [Missed]
+
+
+@pytest.mark.parametrize("take", [Take(9, 77), Take(9, fake=True)])
+def test_what_needs_no_landing_goes_on_though_another_waits_for_room(take: Take):
+    """The other waits for the end of the first; for this one, whose rows cannot come or were
+    invented, there is room."""
+    pair = Pair(pools={"host_pages": 16}, fake_prefill=True)
+    wish = Sampling(tokens_max=300, ignore_eos=True)
+    first = pair.decode.engine.add(TEXT[:64], wish)
+    pair.until(lambda: first.state == "decoding")
+    taken = pair.decode.engine.add(TEXT[100:200], WISH, take=take)
+    other = pair.decode.engine.add(TEXT[200:650], wish)
+    pair.until(lambda: taken.reason is not None or first.reason is not None)
+    assert (taken.reason, first.state, other.state) == ("length", "decoding", "waiting")
 
 
 @pytest.mark.parametrize("cause", CAUSES)

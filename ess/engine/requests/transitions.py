@@ -76,7 +76,6 @@ class Transitions:
         request.sequence = request.takes = None
         request.cached_count = request.prefilled_count = 0
         self.roster.move(request, "waiting")
-        self.admission.ask_again()
 
     def arrive(self, request: Request, windows: Tensor | None) -> None:
         """All rows of the prompt are in the pools."""
