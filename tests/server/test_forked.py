@@ -236,6 +236,16 @@ def test_a_worker_of_this_run_is_a_fork_of_one_that_has_collected(pytestconfig: 
     assert "tests.support.collected" in Path("/proc/self/cmdline").read_text().split("\0")
 
 
+def test_a_worker_of_this_run_and_what_it_forks_get_no_huge_pages(pytestconfig: pytest.Config):
+    if not hasattr(pytestconfig, "workerinput"):
+        pytest.skip("this run has no workers")
+    if "THP_enabled" not in (status := Path("/proc/self/status").read_text()):
+        pytest.skip("this kernel does not say who may have huge pages")
+    says = "print(open('/proc/self/status').read())"
+    forked = finished("server", "-c", says, env=os.environ).stdout
+    assert all("THP_enabled:\t0\n" in each for each in (status, forked))
+
+
 CONFTEST = """
 from tests.support.collected import fork_workers
 

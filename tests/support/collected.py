@@ -10,6 +10,7 @@ something fails the process begins anew and collects nothing: its workers import
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -24,14 +25,23 @@ import pytest
 from tests.support import forked
 
 ASKED = "COLLECTED_TESTS"
+PR_SET_THP_DISABLE = 41
 
 
 def fork_workers(asked: Sequence[str]) -> None:
     """Those that execnet starts in this process from here on."""
     from execnet.gateway_base import ThreadExecModel
 
+    take_small_pages()
     forked.AT_IMPORTS["tests"] = {ASKED: json.dumps([os.getcwd(), *asked])}
     ThreadExecModel.subprocess = SimpleNamespace(PIPE=subprocess.PIPE, Popen=_worker)
+
+
+def take_small_pages() -> None:
+    """This process and all that it starts get no huge pages from Linux, whatever they ask for:
+    pools of tests are large and hold little, and of a huge page the kernel fills all 2 MiB."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 
 
 def _worker(command: Sequence[str], **given: Any) -> forked.Forked:
