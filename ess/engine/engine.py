@@ -31,7 +31,7 @@ from ess.engine.entries.refusals import check_layout
 from ess.engine.handoff import Ended, Exchange, Handoffs
 from ess.engine.plan import Chunk, NewTokens, StepPlan, StepResult
 from ess.engine.process.messages import ExpertLine, GraphLine, StageLine
-from ess.engine.prompt.run import span_of
+from ess.engine.prompt.run import Prefilled, span_of
 from ess.engine.prompt.scores import score
 from ess.engine.ranks.agreement import Alone, Ranks, StepNeeds
 from ess.engine.requests.admission import Admission
@@ -73,6 +73,7 @@ class Engine:
         port: Exchange | None = None,
         ranks: Ranks | None = None,
         way: Way | None = None,
+        entry: Entry | None = None,
     ) -> None:
         _check(model, offload, config)
         self.offload = offload
@@ -84,7 +85,7 @@ class Engine:
         self.runner = made_runner(model, offload, config, self._way.heads)
         self.tuning = self.runner.tuning
         self.verifier = self.runner.verifier
-        self._entry = Entry(model.config, tokenizer)
+        self._entry = entry or Entry(model.config, tokenizer)
         self._roster: Roster[Request] = Roster()
         self._loads = Loads(self._roster, offload)
         self._admission = Admission(self._roster, tpot_ms=config.tpot_ms)
@@ -353,7 +354,7 @@ class Engine:
         on_layer = self._handoffs.while_made(chunks)
         prefilled = self._way.prefilled(self.runner, spans, on_layer)
         self._ranks.check()
-        scored = tuple(score(*each) for each in zip(prefilled, chunks, strict=True))
+        scored = self._scored(prefilled, chunks)
         seconds = self._clock.now_s() - started_s
         tokens = sum(chunk.count for chunk in chunks)
         self._flights.observe(SeenStep(chunk_tokens=tokens, chunk_seconds=seconds))
@@ -362,6 +363,11 @@ class Engine:
             if chunk.is_last:
                 self._transitions.arrive(chunk.request, made.windows)
         return scored
+
+    def _scored(
+        self, prefilled: Sequence[Prefilled], chunks: Sequence[Chunk]
+    ) -> tuple[tuple[Chance, ...], ...]:
+        return tuple(score(*each) for each in zip(prefilled, chunks, strict=True))
 
     # ---- what the host learns, and what follows from it
 

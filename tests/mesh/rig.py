@@ -145,7 +145,7 @@ def part_of(shape: Shape, group: Group) -> Model:
     return build(config, own, layers=layers, tp=shape.tp)
 
 
-def engine(shape: Shape, group: Group, *, port_of=None, **config) -> MeshEngine:
+def engine(shape: Shape, group: Group, *, port_of=None, tokenizer=None, **config) -> MeshEngine:
     """On rank 0 `port_of` makes a port of the offload and of all rows."""
     model = part_of(shape, group)
     whole = model.config.layout(row="f32", index="f32", has_mtp=shape.mtp > 1)
@@ -165,9 +165,9 @@ def engine(shape: Shape, group: Group, *, port_of=None, **config) -> MeshEngine:
     )
     settings = EngineConfig(**{"mtp": shape.mtp, "chunk_tokens": 48, "budget_every": 0, **config})
     if group.rank:
-        return MeshEngine(model, offload, settings, group)
+        return MeshEngine(model, offload, settings, group, tokenizer=tokenizer)
     port = None if port_of is None else port_of(offload, common.whole())
-    return Lead(model, offload, settings, group, port=port)
+    return Lead(model, offload, settings, group, tokenizer=tokenizer, port=port)
 
 
 def _common(group: Group, whole: ModelLayout, part: ModelLayout) -> CommonHost:

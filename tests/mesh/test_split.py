@@ -10,7 +10,7 @@ import pytest
 
 from ess.ports import kept_port
 from tests.mesh.test_serve import check_pools, engines
-from tests.pd.mixed import mixed, results
+from tests.pd.mixed import MODEL, Asked, mixed, results
 from tests.pd.stand import EXACT, Worker
 from tests.ranks.test_split import before, landed
 from tests.server.harness import until
@@ -22,12 +22,22 @@ pytestmark = pytest.mark.slow
 
 ROOM = ("--max-running", "8", "--max-waiting", "64", "--host-bytes", "1GiB")
 COUNT = 10
+BY_GRAMMAR = Asked(
+    "/v1/completions",
+    {
+        "model": MODEL,
+        "prompt": "The module",
+        "max_tokens": 20,
+        "seed": 1,
+        "regex": "[a-z]{3}( [a-z]{3})*",
+    },
+)
 SIZES = [(2, 1, 2, "tcp"), (1, 2, 1, "shared")]
 
 
 @pytest.fixture(scope="module")
 def asked():
-    return mixed(COUNT)
+    return [*mixed(COUNT), BY_GRAMMAR]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 
 from ess.engine.mesh.engines import Lead
 from ess.engine.requests.request import Request
+from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from tests.mesh.rig import Shape, run_mesh
@@ -123,8 +124,8 @@ def test_a_call_that_is_refused_is_refused_everywhere():
     def act(lead: Lead) -> list[int]:
         with pytest.raises(BadInput, match=r"prompt ids must be 0\.\.\d+: prompt\[0\] is 1048576$"):
             lead.add([1 << 20])
-        with pytest.raises(BadInput, match="prompt_logprobs are not served"):
-            add(lead, 4, prompt_logprobs=1)
+        with pytest.raises(BadInput, match="grammars need an engine with a tokenizer"):
+            add(lead, 4, grammar=Grammar("json_object"))
         for wrong in ({"priority": "first"}, {"prior_output": [True]}, {"salt": "tenant"}):
             with pytest.raises(BadInput):
                 lead.add([3], **wrong)

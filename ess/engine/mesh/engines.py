@@ -12,6 +12,7 @@ from ess.door.checks import token_ids
 from ess.door.handoff.port import Port
 from ess.engine.config import EngineConfig
 from ess.engine.engine import Engine
+from ess.engine.mesh.grammars import LeadEntry, ToldEntry
 from ess.engine.mesh.lockstep import Lockstep
 from ess.engine.mesh.port import EchoPort, LeadPort
 from ess.engine.mesh.relay import Relay
@@ -24,11 +25,14 @@ from ess.engine.mesh.words import (
     Preempted,
     Pumped,
     Resumed,
+    Scored,
     Stepped,
 )
-from ess.engine.plan import StepResult
+from ess.engine.plan import Chunk, StepResult
+from ess.engine.prompt.run import Prefilled
 from ess.engine.requests.intake import RequestOptions, check_kinds
 from ess.engine.requests.request import Request, Take
+from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState, PoolFull
 from ess.models.model import Model
@@ -53,15 +57,30 @@ class MeshEngine(Engine):
         self.lockstep.agree()
         self._arrivals = LeadPort(port, self.lockstep) if port is not None else None
         self._is_in_step = False
+        entry = LeadEntry if self.lockstep.is_lead else ToldEntry
         super().__init__(
             model,
             offload,
             config,
-            tokenizer=tokenizer,
+            entry=entry(model.config, tokenizer, self.lockstep),
             port=self._arrivals if self.lockstep.is_lead else EchoPort(self.lockstep),
             ranks=self.lockstep,
             way=Relay(self.lockstep),
         )
+
+    def _scored(
+        self, prefilled: Sequence[Prefilled], chunks: Sequence[Chunk]
+    ) -> tuple[tuple[Chance, ...], ...]:
+        """The last stage has the head; the chances of its first member are used."""
+        if all(chunk.request.sampling.prompt_logprobs is None for chunk in chunks):
+            return tuple(() for _ in chunks)
+        base = super()._scored
+
+        def make() -> Scored:
+            return Scored(base(prefilled, chunks))
+
+        is_last = self.runner.model.is_last
+        return self.lockstep.spread(make, Scored, is_last=is_last).chances
 
 
 class Lead(MeshEngine):
@@ -77,7 +96,9 @@ class Lead(MeshEngine):
         check_kinds(sampling, options)
         prompt, asked = token_ids("prompt", prompt), sampling or Sampling()
         options["prior_output"] = token_ids("prior_output", options.get("prior_output", ()))
-        _check(asked, options)
+        _check(options)
+        if asked.grammar is not None:
+            self._entry.grammars()
         leader, take = options.get("leader"), options.get("take")
         if take is not None and (take.fake or self._arrivals is None):
             raise BadInput(f"handoff {take.uid}: no rows come to this engine from elsewhere")
@@ -197,11 +218,7 @@ class Follower:
         }
 
 
-def _check(sampling: Sampling, options: RequestOptions) -> None:
+def _check(options: RequestOptions) -> None:
     """BadInput names what a mesh cannot do."""
-    if sampling.grammar is not None:
-        raise BadInput("a grammar is not served where ranks divide the model: not yet")
-    if sampling.prompt_logprobs is not None:
-        raise BadInput("prompt_logprobs are not served where ranks divide the model: not yet")
     if options.get("give") is not None:
         raise BadInput("an engine whose ranks divide the model hands no prompts over")

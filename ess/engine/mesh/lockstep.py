@@ -8,6 +8,7 @@ passes on both, and nothing else decides:
     copies       a question whether a copy has landed waits until it has (`flashtrans.patient`)
     slots        budgets of the arenas do not move, so what can be admitted stays equal
     two halves   rank 0 says whether a step splits
+    grammars     rank 0 says which are compiled, and which tokens they allow (`mesh.grammars`)
     modes        each rank's own: they change when rows are copied, and no page and no token
 
 Ranks that differ are noticed before they serve a wrong token. At the head of each step every rank
@@ -116,22 +117,23 @@ class Lockstep:
         return self.latest
 
     def tell(self, make: Callable[[], StepTokens], *, is_last: bool, fed: int) -> StepTokens:
-        """The tokens that the first member of the last stage makes go to all ranks by way of rank
-        0."""
+        choices = self.spread(make, StepTokens, is_last=is_last)
+        if choices.fed != fed:
+            raise self._apart(f"its tokens were made of {choices.fed:08x}, here of {fed:08x}")
+        return choices
+
+    def spread(self, make: Callable[[], W], kind: type[W], *, is_last: bool) -> W:
+        """What the first member of the last stage makes goes to all ranks by way of rank 0."""
         word: Word | None = make() if is_last else None
         first = self.group.size - self.group.team.size
         if word is not None and self.group.rank == first and first:
             send([self._to_lead], word)
         if self.is_lead:
-            word = word or receive(self.group.reports[first])
-            choices = self._as(word, StepTokens)
-            send([self.group.reports[rank] for rank in range(1, first)], choices)
+            word = self._as(word or receive(self.group.reports[first]), kind)
+            send([self.group.reports[rank] for rank in range(1, first)], word)
         elif not is_last:
             word = receive(self._to_lead)
-        choices = self._as(word, StepTokens)
-        if choices.fed != fed:
-            raise self._apart(f"its tokens were made of {choices.fed:08x}, here of {fed:08x}")
-        return choices
+        return self._as(word, kind)
 
     def from_lead(self, mine: W, kind: type[W]) -> W:
         """The word of rank 0, instead of `mine`."""

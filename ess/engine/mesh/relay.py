@@ -18,6 +18,7 @@ from ess.comm.experts.expert_ranks import OutOfStep
 from ess.comm.link import next_frame
 from ess.engine.layers.batch import Batch
 from ess.engine.layers.heads import AllHeads, Heads
+from ess.engine.mesh.grammars import restrict
 from ess.engine.mesh.lockstep import Lockstep
 from ess.engine.mesh.team_heads import AllMake, TeamHeads
 from ess.engine.mesh.words import RequestTokens, StepTokens, packed, unpacked
@@ -47,6 +48,7 @@ class Relay:
     def decoded(self, runner: Runner, batch: Batch, fed: StepInput, draft_count: int) -> HostOutput:
         assert isinstance(fed, HostInput), "a mesh has its tokens on the host"
         fed_digest = digest(fed)
+        restrict(self._lockstep, fed)
         hidden = self._given(batch.step.query_count)
         if hidden is None:
             hidden = runner.model.embed(fed.tokens)

@@ -3,6 +3,8 @@
     rank 0 to all      calls: what was asked of its engine; Met: how a step begins
     last stage to all  StepTokens: what a step says, by way of rank 0
     rank 0 to all      HandoffRoom, HandoffsEnded: what becomes of a handoff (`mesh.port`)
+    rank 0 to all      Compiled, Allowed: what its grammars say (`mesh.grammars`)
+    last stage to all  Scored: chances of tokens of prompts, by way of rank 0
     all to all         Holds: once, what the pools hold, by way of rank 0
 
 A message of any size travels as frames of bounded size: the first byte of each says whether more
@@ -137,7 +139,36 @@ class StepTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
     made: tuple[RequestTokens, ...]
 
 
-Aside: TypeAlias = Holds | Met | StepTokens | HandoffRoom | HandoffsEnded
+class Compiled(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The requests that wait for their grammar no more: "", or why the grammar is refused."""
+
+    faults: dict[int, str]
+
+
+class Masks(msgspec.Struct, frozen=True, array_like=True):
+    """Of each query of one request that counts, a bit per token; or why its grammar can no longer
+    be followed."""
+
+    count: int
+    bits: bytes
+    failure: str
+
+
+class Allowed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Of each request of a step that has a grammar, in the step's order."""
+
+    masks: tuple[Masks, ...]
+
+
+class Scored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Of each chunk of a pack of prompts."""
+
+    chances: tuple[tuple[Chance, ...], ...]
+
+
+Aside: TypeAlias = (
+    Holds | Met | StepTokens | HandoffRoom | HandoffsEnded | Compiled | Allowed | Scored
+)
 Word: TypeAlias = Call | Aside
 
 _ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=as_dict)

@@ -56,12 +56,19 @@ class Entry:
         request.recall()
         if sampling.grammar is None:
             return True
+        self._want(sampling.grammar)
+        self._compiling[request] = sampling.grammar
+        return False
+
+    def grammars(self) -> Grammars:
+        """BadInput or Unavailable where this engine cannot follow any."""
         if self._grammars is None:
             tokenizer = self._text("grammars")
             self._grammars = Grammars(tokenizer, vocabulary=self._vocabulary, ends=self._ends)
-        self._grammars.want(sampling.grammar)
-        self._compiling[request] = sampling.grammar
-        return False
+        return self._grammars
+
+    def _want(self, grammar: Grammar) -> None:
+        self.grammars().want(grammar)
 
     def compiled(self) -> list[Request]:
         """The requests that wait no more: each has its matcher, or the reason of its refusal."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ess.door import Sequence
     from ess.engine.tokens.bad_words import BadWords
     from ess.engine.tokens.counts import Tally
-    from ess.engine.tokens.grammar import Matcher
+    from ess.engine.tokens.grammar import Follows
     from ess.engine.tokens.stops import Reader
     from ess.pool.warmup import WindowSet
 
@@ -113,7 +113,7 @@ class Request:
     ends: frozenset[int] = frozenset()
     ended_by: int | str | None = None
     reader: Reader | None = None
-    matcher: Matcher | None = None
+    matcher: Follows | None = None
     tally: Tally | None = None
     bad_words: BadWords | None = None
     draft_count: int = 0

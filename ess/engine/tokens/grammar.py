@@ -27,7 +27,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +70,16 @@ class Grammar:
             raise BadInput(f"a grammar of {size:,} bytes; at most {GRAMMAR_BYTES_MAX:,} are read")
         if not self.text and self.kind != "json_object":
             raise BadInput(f"a grammar of kind {self.kind} without a text")
+
+
+class Follows(Protocol):
+    """What restricts the tokens of a request; `failure` says why it cannot any more."""
+
+    failure: str
+
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> NDArray[np.bool_]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
