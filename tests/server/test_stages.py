@@ -430,7 +430,11 @@ def made_once(folder: Path, expected: str) -> float:
         made = second.asked(kv_transfer_params=given["kv_transfer_params"])
         assert made["choices"][0]["text"] == expected
         until(lambda: metrics(first.url)["ess_prompt_tokens_total", ""] > 0, "a status")
-        return metrics(first.url)["ess_cached_tokens_total", ""]
+        until(lambda: metrics(first.url)["ess_disk_pages", ""] >= 13, "the pages on disk")
+        cached_count = metrics(first.url)["ess_cached_tokens_total", ""]
+        first.process.terminate()  # a stage that is killed may not have written its pages yet
+        assert first.ended(60) == 0
+        return cached_count
 
 
 @pytest.mark.slow
