@@ -25,7 +25,7 @@ from ess.door.memory.pools import HostPools, Pools
 from ess.flashtrans.lanes import DoneEvent
 from ess.kernels.streams import Event
 from ess.layout import ModelLayout
-from ess.pool.disk.tier import DiskUse
+from ess.pool.disk.use import DiskUse
 from ess.pool.lru.arena import FetchPlan
 
 

@@ -14,7 +14,7 @@ from ess.engine.plan import StepResult
 from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, PoolFull, Unavailable
-from ess.pool.disk.tier import DiskUse
+from ess.pool.disk.use import DiskUse
 from tests.campaign.cluster import AnyWorker, Cluster, Kind
 from tests.campaign.drafts import Drafts, made_by
 from tests.campaign.families import FAMILIES, others, prompts

@@ -18,7 +18,7 @@ from ess.engine.process.messages import (
     StageLine,
     Status,
 )
-from ess.pool.disk.tier import DiskUse
+from ess.pool.disk.use import DiskUse
 from ess.server.http.metrics import exposition
 from tests.server.harness import PacedEngine, Served, saying, until
 

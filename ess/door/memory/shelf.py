@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from ess.array_types import Bytes, PageIds
-from ess.pool.disk.tier import Claim, DiskTier, DiskUse, Loading
+from ess.pool.disk.tier import Claim, DiskTier, Loading
+from ess.pool.disk.use import DiskUse
 from ess.pool.latent import LatentPool
 from ess.units import PAGE_ROWS
 

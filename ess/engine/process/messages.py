@@ -22,7 +22,7 @@ from ess.engine.requests.request import FinishReason
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
-from ess.pool.disk.tier import DiskUse
+from ess.pool.disk.use import DiskUse
 
 
 class Handoff(msgspec.Struct, frozen=True, array_like=True):

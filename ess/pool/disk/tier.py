@@ -16,13 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from ess.errors import BadInput, BadState
 from ess.pool.capacity import whole_count
 from ess.pool.disk.folder import DiskFolder
 from ess.pool.disk.records import Records
 from ess.pool.disk.slab import Parts, checksum
+from ess.pool.disk.use import DiskUse
 from ess.pool.disk.writer import Copy, Note, Writer, unsaid
 from ess.units import parse_size, shown
 
@@ -30,24 +29,6 @@ READERS: Final = 2
 READ_MAX: Final = 8
 """The most pages that a reader takes at a time."""
 CLOSE_S: Final = 5.0
-
-
-class DiskUse(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Pages there are and may be, pages that wait to be stored, and since the start pages and
-    seconds of stores and loads. `dropped_count` pages were not stored, `damaged_count` were damaged
-    and forgotten. `fault` says why no page is stored."""
-
-    page_count: int = 0
-    page_max: int = 0
-    page_bytes: int = 0
-    queue_count: int = 0
-    stored_count: int = 0
-    dropped_count: int = 0
-    loaded_count: int = 0
-    damaged_count: int = 0
-    store_s: float = 0.0
-    load_s: float = 0.0
-    fault: str = ""
 
 
 class DiskTier:
