@@ -80,16 +80,21 @@ def test_a_prompt_that_the_receiver_has_lands_with_windows_alone():
     assert [taken.output] == alone([(TEXT[:129], taken.sampling)])
 
 
-def test_an_offer_that_breaks_off_leaves_its_pages(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("place", ["offer", "_aim"])
+def test_an_offer_that_breaks_off_leaves_its_pages(place: str, monkeypatch: pytest.MonkeyPatch):
+    """Before the handoff is open, and when it is; the receiver's pages are known."""
     pair = Pair()
     before = pair.prefill.offload.stats()
     given, taken = pair.add(TEXT[:200], Sampling(tokens_max=4, ignore_eos=True))
+    while not len(pair.prefill.port.sender._orphans):
+        pair.decode.engine.step()
+        pair.prefill.engine.pump()
 
     def broken(*args: object, **named: object) -> None:
         raise MemoryError("no memory for an offer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pair.prefill.port.sender, "offer", broken)
+        patch.setattr(pair.prefill.port.sender, place, broken)
         with pytest.raises(MemoryError):
             pair.prefill.engine.step()
     left = pair.prefill.offload.stats()
@@ -98,6 +103,7 @@ def test_an_offer_that_breaks_off_leaves_its_pages(monkeypatch: pytest.MonkeyPat
     pair.run()
     assert given.reason == "sent"
     assert [taken.output] == alone([(TEXT[:200], taken.sampling)])
+    free(pair.prefill)
 
 
 @pytest.mark.parametrize("uid", [0, 5, UID_MAX])
@@ -237,8 +243,8 @@ def test_rows_that_do_not_come_are_computed_here(cause: str):
 
 @pytest.mark.parametrize("take", [Take(9, 77), Take(9, fake=True)])
 def test_what_needs_no_landing_goes_on_though_another_waits_for_room(take: Take):
-    """The other waits for the end of the first; for this one, whose rows cannot come or were
-    invented, there is room."""
+    """Rows of `taken` cannot come, or are invented: there is room for it while `other` waits for
+    the end of `first`."""
     pair = Pair(pools={"host_pages": 16}, fake_prefill=True)
     wish = Sampling(tokens_max=300, ignore_eos=True)
     first = pair.decode.engine.add(TEXT[:64], wish)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Many
+from contextlib import ExitStack
 from typing import Final
 
 import numpy as np
@@ -91,7 +92,7 @@ class Sender:
         self.offer_pages(uid, pages, prompt=prompt, salt=salt)
 
     def offer_pages(self, uid: int, pages: Pages, *, prompt: Many[int], salt: bytes) -> None:
-        """Offers pages that belong to no sequence."""
+        """Offers pages that belong to no sequence. Where it raises, no handoff is open."""
         if uid in self._open:
             raise BadInput(f"handoff {uid} is open already")
         if len(self) >= DEPARTURES_MAX:
@@ -103,10 +104,13 @@ class Sender:
             )
         now_s = self._mail.now_s()
         departure = Departure.of(uid, pages, prompt=prompt, salt=salt, now_s=now_s)
-        self._open[uid] = departure
-        target = self._orphans.adopt(uid)
-        if target is not None:
-            self._aim(departure, target)
+        with ExitStack() as undo:
+            undo.callback(self.give_up, uid)
+            self._open[uid] = departure
+            target = self._orphans.adopt(uid)
+            if target is not None:
+                self._aim(departure, target)
+            undo.pop_all()
 
     def made(self, uid: int, layer: int, stop: int) -> None:
         """Rows and keys of the tokens before `stop` are stored in this layer. Does nothing if the
