@@ -59,6 +59,7 @@ from ess.server.commands.start.settings import read_file, resolve
             "--quantization has no effect: config.json says",
         ),
         (["--seed", "1", "--port", "-1"], "--seed has no effect: a request that wants the same"),
+        (["--seed", "None", "--swap-space", "none", "--port", "-1"], "port is -1"),
         (["--enable-lora"], "--enable-lora is not served: there are no adapters"),
         (["--kv-transfer-config", "{}"], "--kv-transfer-config is not served: ess prefill"),
         (["x", "--api-key", "one", "secret"], "1 word has no place: a value follows its flag"),

@@ -72,7 +72,7 @@ DECIDED_BY: Final[Mapping[Item, str]] = {
 
 
 class Line(msgspec.Struct, frozen=True):
-    item: Item
+    item: Item = msgspec.field(name="name")
     bytes: int
     note: str
 

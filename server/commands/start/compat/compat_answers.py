@@ -206,7 +206,7 @@ ANSWER_OF: Final[Mapping[str, str]] = {
     **{name: name for name in ANSWERED},
     **{other: name for name, others in ALSO.items() for other in others},
 }
-"""Of every flag, the one with its answer."""
+"""Each flag, and under which name it is answered."""
 
 # Flags with no value, with a whole number, with a number. All others have a text.
 SWITCHES: Final = (

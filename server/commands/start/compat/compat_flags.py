@@ -148,8 +148,8 @@ def read_foreign(environment: Mapping[str, str]) -> tuple[dict[str, str], list[s
 
 
 def _flag(name: str) -> Any:
-    kinds = ((SWITCHES, bool), (WHOLE, int), (NUMBERS, float))
-    kind = next((kind for names, kind in kinds if name in names), str)
+    kinds = ((SWITCHES, bool), (WHOLE, int | None), (NUMBERS, float | None))
+    kind: Any = next((kind for names, kind in kinds if name in names), str)
     flag = "--" + name.replace("_", "-")
     return Annotated[kind, Parameter(name=(flag, *NAMES.get(name, ())), show=False)]
 
@@ -183,7 +183,7 @@ def check_foreign(flags: Mapping[str, Any]) -> list[str]:
     sentences = []
     for name, value in flags.items():
         answer = ANSWER_OF[name]
-        if value is False or value in AS_DONE.get(answer, ()):
+        if value in (None, False) or value in AS_DONE.get(answer, ()):
             continue
         flag = "--" + name.replace("_", "-")
         if answer in NOT_HERE:
