@@ -122,9 +122,9 @@ class Garbage:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if sys.platform == "linux":
-        config.pluginmanager.register(Garbage())
     config.pluginmanager.register(Sockets())
+    if sys.platform == "linux":  # behind it: the last wrapper is the outermost, and collects later
+        config.pluginmanager.register(Garbage())
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         from tests.support.collected import fork_workers
 

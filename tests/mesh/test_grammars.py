@@ -4,6 +4,7 @@ stage the chances."""
 from __future__ import annotations
 
 import functools
+import importlib.util
 
 import pytest
 
@@ -18,7 +19,9 @@ from tests.mesh.rig import Shape, run_mesh
 from tests.model.test_answers import tokenizer
 from tests.model.test_engine import engine, prompt
 
-pytest.importorskip("llguidance")
+compiles = pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed"
+)
 LETTERS = Grammar("regex", "[a-z]{2}( [a-z]{2}){3}")
 LIST = Grammar("json_schema", '{"type": "array", "items": {"type": "integer"}, "maxItems": 4}')
 DRAWN = {"tokens_max": 30, "temperature": 1.0}
@@ -58,6 +61,7 @@ def alone(mtp: int) -> list[tuple[list[int], str | None]]:
     return results
 
 
+@compiles
 @pytest.mark.parametrize(("tp", "pp", "mtp"), [(1, 3, 1), (2, 1, 4), (2, 2, 2)])
 def test_answers_by_grammars_are_those_of_one_engine(tp, pp, mtp):
     shape = Shape(tp=tp, pp=pp, mtp=mtp, chunks=4)
@@ -66,6 +70,7 @@ def test_answers_by_grammars_are_those_of_one_engine(tp, pp, mtp):
     assert {reason for _, reason in made} == {"stop", "length"}
 
 
+@compiles
 def test_refused_and_cancelled_grammars_leave_all_ranks_together():
     def act(lead: Engine) -> list[Request]:
         wrong = lead.add([1, 2], Sampling(grammar=Grammar("regex", "[a")))
@@ -82,6 +87,7 @@ def test_refused_and_cancelled_grammars_leave_all_ranks_together():
     assert tokenizer().decode(right.output[:-1]) == "ab"
 
 
+@compiles
 def test_a_grammar_that_fails_midway_ends_its_request_on_all_ranks(monkeypatch):
     allowed = grammar.Matcher.allowed
 

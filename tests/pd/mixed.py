@@ -7,6 +7,7 @@ Numbers are such as pass a router that reads floats in 32 bits.
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from tests.support.routers import Answer, ask
 MODEL: Final = "ess-embedded"
 AT_ONCE: Final = 6
 BACK_S: Final = 120.0
+NO_WORKER: Final = re.compile(r"No (available|(\w+ )?workers available)", re.IGNORECASE)
 SENTENCE: Final = (
     "The server is a process that answers when a client asks and a page of rows is stored on the"
     " host while the device keeps those that the indexer selects in each layer of the model"
@@ -106,9 +108,14 @@ def answered(url: str, body: object) -> Answer:
     """It is asked again behind a 503: a router that a loaded machine has kept from its workers for
     seconds calls them unhealthy, and takes them back."""
     deadline_s = time.monotonic() + BACK_S
-    while (answer := ask(url, body)).status == 503 and time.monotonic() < deadline_s:
+    while has_no_worker(answer := ask(url, body)) and time.monotonic() < deadline_s:
         time.sleep(0.5)
     return answer
+
+
+def has_no_worker(answer: Answer) -> bool:
+    """Whether the router says so, not a worker of ours."""
+    return answer.status == 503 and NO_WORKER.search(answer.text) is not None
 
 
 def results(url: str, asked: Sequence[Asked]) -> list[Result]:

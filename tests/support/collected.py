@@ -39,7 +39,8 @@ def fork_workers(asked: Sequence[str]) -> None:
 
 def take_small_pages() -> None:
     """This process and all that it starts get no huge pages from Linux, whatever they ask for:
-    pools of tests are large and hold little, and of a huge page the kernel fills all 2 MiB."""
+    pools of tests are large and hold little, and of a huge page the kernel fills all 2 MiB. Tests
+    without workers (`pytest -n 0`, `make test-gpu`) do get them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 

@@ -6,6 +6,7 @@ import gc
 import socket
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,15 @@ def test_a_socket_is_named_also_where_its_client_would_have_closed_it() -> None:
     assert left_by(made) == [], "it is in use"
     del client
     assert left_by(made) == [sentence]
+
+
+@pytest.mark.usefixtures("_collects_when_asked")
+def test_what_else_the_collector_closes_is_not_named(tmp_path: Path) -> None:
+    file: list[object] = [(tmp_path / "left").open("w")]  # noqa: SIM115
+    file.append(file)
+    with socket.socket() as held, pytest.warns(ResourceWarning, match="unclosed file"):
+        del file
+        assert left_by([weakref.ref(held)]) == []
 
 
 def test_nothing_is_collected_behind_a_test_that_closes_all(
