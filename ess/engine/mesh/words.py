@@ -146,8 +146,8 @@ class Compiled(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True):
-    """Of each query of one request that counts, a bit per token; or why its grammar can no longer
-    be followed."""
+    """A request's masks, a bit per token, for as many of its queries as count; or why its grammar
+    can no longer be followed."""
 
     count: int
     bits: bytes
