@@ -42,11 +42,13 @@ def test_a_socket_is_named_also_where_its_client_would_have_closed_it() -> None:
 
 @pytest.mark.usefixtures("_collects_when_asked")
 def test_what_else_the_collector_closes_is_not_named(tmp_path: Path) -> None:
-    file: list[object] = [(tmp_path / "left").open("w")]  # noqa: SIM115
+    file: list[object] = [(tmp_path / "left").open("w")]
     file.append(file)
-    with socket.socket() as held, pytest.warns(ResourceWarning, match="unclosed file"):
-        del file
-        assert left_by([weakref.ref(held)]) == []
+    del file
+    with socket.socket() as held:
+        made = [weakref.ref(held)]
+        with pytest.warns(ResourceWarning, match="unclosed file"):
+            assert left_by(made) == []
 
 
 def test_nothing_is_collected_behind_a_test_that_closes_all(
