@@ -40,6 +40,10 @@ OURS = ("ess.", "asyncio", "_asyncio", "uvicorn", "starlette", "fastapi", "uvloo
 OF_A_MINUTE = "ess.engine.process.messages."
 """The board keeps what the engine says of itself, for a minute."""
 
+OF_A_MOMENT = Counter({"_asyncio.Future": 2, "_asyncio.FutureIter": 2})
+"""A task of the server's own may wait at one look, and not at another. What a kind of request
+leaves is there 18 times."""
+
 
 async def sent(port: int, path: str, body: bytes) -> Connection:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -102,7 +106,7 @@ def test_nothing_grows_with_the_number_of_requests() -> None:
 
         def is_as_before() -> bool:
             nonlocal grown
-            grown = there(served) - before
+            grown = there(served) - before - OF_A_MOMENT
             return not grown
 
         with contextlib.suppress(AssertionError):
