@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from ess.engine.tokens.device_draw import NOT_A_NUMBER, Drawing, draw_all
 from ess.engine.tokens.draw import draw
 from ess.engine.tokens.logprobs import block_chances, chance_block, chances
 from ess.engine.tokens.sampling import Sampling
-from ess.kernels import backend
+from ess.kernels import backend, cut
+from ess.kernels.calls import Draws
 from tests.device.kernels import Kernels
-from tests.support.pretended import DEVICE, without_waits
+from tests.support.pretended import DEVICE, RACES, without_waits
 
 VOCABULARY = 700
 SAMPLINGS = (
@@ -64,6 +66,18 @@ def test_logits_that_are_no_numbers_are_told():
     drawing = Drawing(3, DEVICE)
     drawn = draw_all(rows.to(DEVICE), drawing.columns(SAMPLINGS[:3]), torch.arange(3).to(DEVICE))
     assert [token == NOT_A_NUMBER for token in drawn.tolist()] == [False, True, False]
+
+
+def test_the_watch_for_races_sees_what_a_draw_writes():
+    scores, draws = logits(3).to(DEVICE), Draws(*torch.ones(3, 3, dtype=torch.long).to(DEVICE))
+    with RACES.watched() as races:
+        tokens = torch.zeros(3, dtype=torch.long).to(DEVICE)
+        cut.draw(scores, draws, tokens)
+        assert races() == []
+        with torch.cuda.stream(torch.cuda.Stream()):
+            _ = tokens + 1
+        [race] = races()
+    assert re.search(r"add on .* reads what \S+ draw on compute writes,", race)
 
 
 def test_columns_go_up_again_only_for_another_batch():

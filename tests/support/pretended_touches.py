@@ -157,6 +157,10 @@ def of_keys(values, codec, row_ids, out=None, pages=None, finish=None):
     return leaves((values, finish, row_ids)), [touched]
 
 
+def of_draw(scores, draws, tokens):
+    return [scores, *draws], [tokens]
+
+
 RULES = {
     "attend": of_attend,
     "index_logits": of_index,
@@ -164,4 +168,5 @@ RULES = {
     "index_scored": of_index,
     **dict.fromkeys(("store_rows", "finish_rows"), of_rows),
     "finish_keys": of_keys,
+    "draw": of_draw,
 }
