@@ -148,6 +148,20 @@ def within(owner, name, other, skipped):
     return mock.patch.object(owner, name, outer)
 
 
+def joined_once():
+    """While a step is captured the lane follows compute once: so it joins the capture, without
+    which a driver refuses its work."""
+    capture, follow = replays.Replays._capture, DeviceLane.follow
+
+    def outer(*given, **named):
+        left = [follow]
+        once = lambda *lane: left.pop()(*lane) if left else None  # noqa: E731
+        with mock.patch.object(DeviceLane, "follow", once):
+            return capture(*given, **named)
+
+    return mock.patch.object(replays.Replays, "_capture", outer)
+
+
 def either(one, other):
     """Whichever came first in this run."""
     return rf"{one} \w+ what .*{other} \w+,|{other} \w+ what .*{one} \w+,"
@@ -186,9 +200,9 @@ MORE = {
         mock.patch.object(inputs, "TURNS", 1),
         r"device_future\.py:\d+ \w+ on the host writes what .*copy_ on compute reads,",
     ),
-    "a fetch of a graph follows nothing": (
+    "all fetches of a graph follow the same place of compute": (
         SHORT,
-        within(replays.Replays, "_capture", DeviceLane, "follow"),
+        joined_once(),
         either(IN_A_GRAPH, "ess_resolve_together on compute"),
     ),
     "a prompt does not wait for the keys before it": (
