@@ -426,3 +426,21 @@ def test_lengths_of_a_half_are_read_by_the_same_program() -> None:
         for param in kernel.params:
             if param.name in ("lengths", "table"):
                 assert param.do_not_specialize_on_alignment, f"{kernel} has {param.name}"
+
+
+def test_columns_of_a_draw_are_read_by_the_same_program() -> None:
+    """They lie behind each other, so the batch decides where they begin."""
+    from ess.kernels.cuda.triton.device import cut, noise
+
+    flags = [
+        param.do_not_specialize_on_alignment
+        for kernel in (cut.cut, noise.draw)
+        for param in kernel.params
+        if param.name in ("top_k", "top_p")
+    ]
+    assert flags == [True] * 3
+
+
+def test_no_logarithm_of_the_noise_is_an_approximation() -> None:
+    """`lg2.approx` has an error of 2^-22 near 1, where the most noise is made."""
+    assert "approx" not in draw_of().asm["ptx"]

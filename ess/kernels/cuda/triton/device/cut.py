@@ -126,7 +126,7 @@ def _keep(values, out, count, pivot, greater, shares, k, allowed, best,
         passed += tl.sum(is_equal.to(tl.int32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["top_k", "top_p"])
 def cut(
     scores, top_k, top_p, log_min_p, out, kept, positions,
     width, score_stride, out_stride,

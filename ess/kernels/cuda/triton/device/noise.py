@@ -35,7 +35,7 @@ def _noise(ids, first, second):
     return -tl.log(tl.where(taken == 0.0, share, -stretched))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["top_k"])
 def draw(scores, top_k, seeds, positions, tokens, width, score_stride,
          BLOCK: tl.constexpr):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
