@@ -60,6 +60,9 @@ STREAM_OF = {
     "cuMemsetD32Async": -1,
 }
 PICKS = {"__getitem__", "gather", "index_select", "take_along_dim"}
+SHAPES = {"dim", "size", "numel", "stride", "is_contiguous", "__len__"}
+SHAPES |= {"data_ptr", "untyped_storage", "element_size", "storage_offset"}
+SHAPE_FIELDS = {torch.Tensor.shape, torch.Tensor.dtype, torch.Tensor.ndim}
 # Without the one for a context, which what is let go asks for wherever its end comes.
 BLOCKING = {f"cu{name}Synchronize" for name in ("Event", "Stream")} | {
     f"cuMemcpy{way}" for way in ("", "HtoD", "DtoH", "DtoD")
@@ -79,6 +82,12 @@ def at_capture(func, args, kwargs):
     if name in PICKS:
         return lambda: func(args[0], *tree_map(first_ones, args[1:]), **kwargs)
     return None
+
+
+def is_shape(name, func):
+    """Whether a call asks for what a tensor is and not for what it holds: half of all calls do. It
+    is no work of a device, and a replay need not ask again."""
+    return name in SHAPES or (name == "__get__" and func.__self__ in SHAPE_FIELDS)
 
 
 def first_ones(thing):
@@ -109,6 +118,8 @@ class Pretence(Queues, TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, kwargs = func.__name__, dict(kwargs or {})
+        if len(args) == 1 and not kwargs and is_shape(name, func):
+            return func(*args)
         if name == "mm" and kwargs.pop("out_dtype", None) is not None:  # the host has none
             func = mm
         if name == "__get__" and func.__self__ == torch.Tensor.device:
@@ -128,8 +139,8 @@ class Pretence(Queues, TorchFunctionMode):
             raise RuntimeError(REFUSED.format("pin_memory"))
         if name in UPLOADS and wanted is not None and torch.device(wanted).type == "cuda":
             self.refuse(name)
-        self.check(name, args, kwargs)
         all_given = tensors(args, kwargs)
+        self.check(name, args, kwargs, all_given)
         given = any(map(is_there, all_given))
         there = given if wanted is None else torch.device(wanted).type == "cuda"
         if name == "copy_":
@@ -229,8 +240,7 @@ class Pretence(Queues, TorchFunctionMode):
             return True
         return tensor.untyped_storage().data_ptr() in self.pinned
 
-    def check(self, name, args, kwargs):
-        given = tensors(args, kwargs)
+    def check(self, name, args, kwargs, given):
         there, here = [t for t in given if is_there(t)], [t for t in given if not is_there(t)]
         if there and name in HOST_ONLY:
             raise TypeError(f"can't convert cuda:0 device type tensor to numpy: {name}")

@@ -18,20 +18,25 @@ BY_NUMBER = {"gather", "scatter_", "scatter_add_"}
 UNWRITTEN = {"empty", "empty_like", "new_empty", "empty_strided"}
 AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor")}
 EXTENT_MAX = 1 << 22
+LISTS = tuple, list  # a union of both would be made anew at each look
 
 
 def leaves(thing):
     """Torch's own walk over trees takes longer than most calls whose arguments it looks at."""
-    tensors, left = [], [thing]
-    while left:
-        each = left.pop()
+    tensors = []
+    for each in (thing,) if isinstance(thing, torch.Tensor) else inner(thing):
         if isinstance(each, torch.Tensor):
             tensors.append(each)
-        elif isinstance(each, tuple | list):
-            left.extend(reversed(each))
-        elif isinstance(each, dict):
-            left.extend(reversed(each.values()))
+        elif inner(each):
+            tensors += leaves(each)
     return tensors
+
+
+def inner(thing):
+    """What lies directly in a tree."""
+    if isinstance(thing, LISTS):
+        return thing
+    return thing.values() if isinstance(thing, dict) else ()
 
 
 def is_inplace(name):
