@@ -51,6 +51,7 @@ RIGHT = (
     "lane_after_warp",
     "block_to_block_atomically",
     "bytes_beside",
+    "words_then_bytes",
     "write_words",
     "read_words",
     "the_rest_meets",

@@ -65,8 +65,50 @@ struct Word {
     Seen by[kTouches];
 };
 
-struct FreeWords {
-    void operator()(Word* words) const { std::free(words); }
+constexpr size_t kChunkWords = 64, kKeptMax = 1 << 14;
+
+struct Chunk {
+    Word words[kChunkWords];
+};
+
+// Those of arrays that are gone, for others. A word takes 192 bytes: for the kernel, which fills
+// fresh memory, most of them took longer than their touches. Kept ones need not be zero. What they
+// have seen was an earlier launch, or an earlier block with its shared memory: the outermost
+// interval of all that follows is another.
+static std::vector<Chunk*> kept;
+
+struct KeepChunk {
+    void operator()(Chunk* chunk) const {
+        if (kept.size() < kKeptMax) kept.push_back(chunk);
+        else std::free(chunk);
+    }
+};
+
+typedef std::unique_ptr<Chunk, KeepChunk> KeptChunk;
+
+// Only what is touched takes memory.
+struct Words {
+    std::vector<KeptChunk> chunks;
+
+    Word* known(size_t at) const {
+        Chunk* chunk = chunks[at / kChunkWords].get();
+        return chunk ? &chunk->words[at % kChunkWords] : nullptr;
+    }
+
+    Word& get(size_t at) {
+        KeptChunk& chunk = chunks[at / kChunkWords];
+        if (!chunk && kept.empty()) chunk.reset((Chunk*)std::calloc(1, sizeof(Chunk)));
+        if (!chunk) {
+            chunk.reset(kept.back());
+            kept.pop_back();
+        }
+        return chunk->words[at % kChunkWords];
+    }
+
+    // Without keeping what this launch has touched: it would order wrongly in another array.
+    void free() {
+        for (KeptChunk& chunk : chunks) std::free(chunk.release());
+    }
 };
 
 // Words are 4 bytes until a thread touches less than that. The blocks of a cluster have their
@@ -79,7 +121,7 @@ struct Array {
     unsigned shared_by = 0;
     size_t copies = 1, copy = 0;
     std::vector<bool> written;
-    std::unique_ptr<Word, FreeWords> words;
+    Words words;
 
     Address end() const { return at + bytes; }
 
@@ -96,10 +138,13 @@ struct Array {
         const size_t seen = copy;
         grain = of;
         copy = copies;
-        words.reset((Word*)std::calloc(word(at), sizeof(Word)));
-        for (copy = 0; before.words && copy < copies; before.copy = ++copy)
+        words.chunks.resize((word(at) + kChunkWords - 1) / kChunkWords);
+        const bool has_words = !before.words.chunks.empty();
+        for (copy = 0; has_words && copy < copies; before.copy = ++copy)
             for (Address i = at; i < end(); i++)
-                words.get()[word(i)] = before.words.get()[before.word(i)];
+                if (const Word* known = before.words.known(before.word(i)))
+                    words.get(word(i)) = *known;
+        before.words.free();
         copy = seen;
     }
 };
@@ -205,7 +250,7 @@ bool conflict(int one, int other) {
 }
 
 void check_race(Array& array, Address at, int touch, const Path& now) {
-    Word& word = array.words.get()[array.word(at)];
+    Word& word = array.words.get(array.word(at));
     for (int earlier = 0; earlier < kTouches; earlier++) {
         if (!conflict(touch, earlier)) continue;
         const int level = unordered(word.by[earlier], now);
@@ -283,7 +328,7 @@ void check(int touch, Address at, size_t bytes, bool constant) {
     if (watch.moved) follow();
     if (array->shared_by) array->copy = watch.path.member[1];
     check_written(*array, at, bytes, touch);
-    if (!array->words) array->make_words(bytes % 4 ? 1 : 4);
+    if (array->words.chunks.empty()) array->make_words(bytes % 4 ? 1 : 4);
     if (bytes % 4 && array->grain != 1) array->make_words(1);
     Path now = watch.path;
     if (array->shared_by) now.interval[0] = array->shared_by;
@@ -296,7 +341,7 @@ void add_array(const char* name, const void* at, size_t bytes, bool written, uns
     watch.found = nullptr;
     Array& array = watch.arrays[Address(at)];
     const size_t copies = shared_by ? watch.run.cluster_blocks : 1;
-    if (array.bytes != bytes || array.copies != copies) array.words = nullptr;
+    if (array.bytes != bytes || array.copies != copies) array.words.chunks.clear();
     array.copies = copies;
     array.name = name;
     array.at = Address(at);

@@ -133,6 +133,14 @@ ESS_TRIAL(bytes_beside) {
     call.bytes[block * 64 + self] = u8(self);
 }
 
+ESS_TRIAL(words_then_bytes) {
+    ESS_SELF;
+    if (block == 1 || self >= 32) return;
+    reinterpret_cast<i32*>(call.bytes)[self] = self;
+    call.bytes[self * 4] = u8(self);
+    call.words[self ^ 1] = self;
+}
+
 ESS_TRIAL(bytes_twice) {
     ESS_SELF;
     call.bytes[(block * 64 + self) / 2] = u8(self);
