@@ -136,6 +136,38 @@ def test_a_call_that_is_refused_is_refused_everywhere():
     assert run_mesh(Shape(pp=2), act) == expected("v32", 40, COUNT)
 
 
+def test_a_step_under_way_is_learned_by_all_ranks():
+    """As in a pause: what is cancelled then frees its pages at once."""
+
+    def act(lead: Lead) -> list[int]:
+        first = add(lead, 70, 20)
+        while len(first.output) < 3:
+            lead.step()
+        lead.learn()
+        lead.cancel(first)
+        lead.forget_prefixes()
+        second = add(lead, 40)
+        ended(lead)
+        return second.output
+
+    assert run_mesh(Shape(pp=2), act, depth=1) == expected("v32", 40, COUNT)
+
+
+def test_a_choice_that_names_a_cancelled_choice_waits_for_its_leader():
+    def act(lead: Lead) -> list[list[int]]:
+        first, wish = add(lead, 130), Sampling(tokens_max=COUNT)
+        second = lead.add(prompt(130), wish, leader=first)
+        lead.step()
+        lead.cancel(second)
+        lead.step()
+        assert not first.has_prompt, "else none waits"
+        third = lead.add(prompt(130), wish, leader=second)
+        ended(lead)
+        return [first.output, third.output]
+
+    assert run_mesh(Shape(pp=2), act, chunk_tokens=32) == [expected("v32", 130, COUNT)] * 2
+
+
 def test_a_long_prompt_is_said_in_pieces(monkeypatch):
     monkeypatch.setattr("ess.engine.mesh.words.PIECE_BYTES", 100)
     made = run_mesh(Shape(pp=2), busy)

@@ -12,7 +12,7 @@ from ess.door.checks import token_ids
 from ess.door.handoff.port import Port
 from ess.engine.config import EngineConfig
 from ess.engine.engine import Engine
-from ess.engine.mesh.grammars import LeadEntry, ToldEntry
+from ess.engine.mesh.grammars import MeshEntry
 from ess.engine.mesh.lockstep import Lockstep
 from ess.engine.mesh.port import EchoPort, LeadPort
 from ess.engine.mesh.relay import Relay
@@ -22,6 +22,7 @@ from ess.engine.mesh.words import (
     Cancelled,
     Closed,
     Forgot,
+    Learned,
     Preempted,
     Pumped,
     Resumed,
@@ -57,12 +58,11 @@ class MeshEngine(Engine):
         self.lockstep.agree()
         self._arrivals = LeadPort(port, self.lockstep) if port is not None else None
         self._is_in_step = False
-        entry = LeadEntry if self.lockstep.is_lead else ToldEntry
         super().__init__(
             model,
             offload,
             config,
-            entry=entry(model.config, tokenizer, self.lockstep),
+            entry=MeshEntry(model.config, tokenizer, self.lockstep),
             port=self._arrivals if self.lockstep.is_lead else EchoPort(self.lockstep),
             ranks=self.lockstep,
             way=Relay(self.lockstep),
@@ -108,7 +108,7 @@ class Lead(MeshEngine):
             prompt,
             asked,
             options.get("priority", 0),
-            None if leader is None else leader.number,
+            None if leader is None else leader.first_leader.number,
             options.get("salt", b""),
             list(options["prior_output"]),
             None if take is None else (take.uid, take.peer),
@@ -134,6 +134,10 @@ class Lead(MeshEngine):
     def forget_prefixes(self) -> None:
         self.lockstep.say(Forgot())
         super().forget_prefixes()
+
+    def learn(self) -> None:
+        self.lockstep.say(Learned())
+        super().learn()
 
     def step(self) -> StepResult:
         self.lockstep.say(Stepped())
@@ -191,6 +195,8 @@ class Follower:
                 engine.resume(self._requests[number])
             case Forgot():
                 engine.forget_prefixes()
+            case Learned():
+                engine.learn()
             case Pumped():
                 engine.pump()
             case Closed():

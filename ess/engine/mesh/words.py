@@ -56,6 +56,10 @@ class Forgot(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Cached prefixes were forgotten."""
 
 
+class Learned(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The steps under way were learned."""
+
+
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
@@ -68,7 +72,9 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
-Call: TypeAlias = Added | Cancelled | Preempted | Resumed | Forgot | Stepped | Pumped | Closed
+Call: TypeAlias = (
+    Added | Cancelled | Preempted | Resumed | Forgot | Learned | Stepped | Pumped | Closed
+)
 
 
 class Met(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -140,14 +146,15 @@ class StepTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Compiled(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The requests that wait for their grammar no more: "", or why the grammar is refused."""
+    """By number, requests that no longer wait for their grammar: an empty text, or why it is
+    refused."""
 
     faults: dict[int, str]
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True):
-    """A request's masks, a bit per token, for as many of its queries as count; or why its grammar
-    can no longer be followed."""
+    """A request's masks, a bit per token, for as many of its queries as count; and why its grammar
+    can no longer be followed, if it cannot."""
 
     count: int
     bits: bytes

@@ -20,8 +20,7 @@ class Followers:
     def hold(self, request: Request, leader: Request | None) -> bool:
         """Whether the request waits here, for the prompt of the leader or of the leader's own
         leader."""
-        while leader is not None and leader.leader is not None:
-            leader = leader.leader
+        leader = leader and leader.first_leader
         if leader is None or leader.reason is not None or leader.has_prompt:
             return False
         if (request.prompt, request.length_max) != (leader.prompt, leader.length_max):

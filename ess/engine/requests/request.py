@@ -169,6 +169,11 @@ class Request:
         return self.sampling.tokens_max - len(self.output)
 
     @property
+    def first_leader(self) -> Request:
+        """The leader that follows no other; itself where it has none."""
+        return self if self.leader is None else self.leader.first_leader
+
+    @property
     def prefill_count(self) -> int:
         """Tokens to prefill: all but the last token of the prompt, or of
         `prior_output`, which decode runs first."""
