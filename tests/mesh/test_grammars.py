@@ -36,6 +36,7 @@ def played(eng: Engine) -> list[tuple[list[int], str | None]]:
     ]
     while len(made[0].output) < 3:
         eng.step()
+        eng._entry.wait()
     eng.preempt(made[0])
     made.append(eng.add(prompt(90), Sampling(**DRAWN, seed=5, grammar=LETTERS)))
     eng.step()
@@ -45,8 +46,7 @@ def played(eng: Engine) -> list[tuple[list[int], str | None]]:
 
 
 def ended(eng: Engine) -> None:
-    while not eng.is_idle:
-        eng.step()
+    for _ in eng.run():
         eng.check()
 
 
@@ -110,9 +110,7 @@ def test_a_grammar_that_fails_midway_ends_its_request_on_all_ranks(monkeypatch):
     assert len(other.output) == 12
 
 
-def test_only_rank_0_needs_what_follows_grammars(monkeypatch):
-    """A refusal there comes before the others hear of the request."""
-
+def test_a_refusal_of_rank_0_comes_before_the_others_hear_of_the_request(monkeypatch):
     def act(lead: Engine) -> list[int]:
         with pytest.raises(Unavailable, match="need the package llguidance"):
             lead.add([1, 2], Sampling(grammar=LETTERS))

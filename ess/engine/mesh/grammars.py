@@ -28,14 +28,17 @@ from ess.models.text.tokenizer import Tokenizer
 
 
 class ToldMatcher:
-    """`Follows`, by what rank 0 was told; there it `asks` its own matcher."""
+    """`Follows`, by the masks that rank 0 sends; there the matcher that it `asks` makes them."""
 
     def __init__(self, vocabulary: int, asks: Follows | None = None) -> None:
-        self.failure = ""
         self._vocabulary = vocabulary
         self._asks = asks
-        self._masks: NDArray[np.bool_] | None = None
+        self._told = Masks(0, b"", "")
         self._output_count = 0
+
+    @property
+    def failure(self) -> str:
+        return self._told.failure
 
     def ask(self, output: Sequence[int], drafts: Sequence[int]) -> Masks:
         assert self._asks is not None, "only rank 0 asks"
@@ -43,25 +46,22 @@ class ToldMatcher:
         return Masks(len(masks), np.packbits(masks).tobytes(), self._asks.failure)
 
     def give(self, masks: Masks, output: Sequence[int]) -> None:
-        shape = masks.count, self._vocabulary
-        bits = np.unpackbits(np.frombuffer(masks.bits, np.uint8), count=math.prod(shape))
-        self._masks = bits.view(np.bool_).reshape(shape)
-        self._output_count, self.failure = len(output), masks.failure
+        self._told, self._output_count = masks, len(output)
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> NDArray[np.bool_]:
-        assert self._masks is not None, "masks are given before a step"
+        shape = self._told.count, self._vocabulary
         assert len(output) == self._output_count, f"masks behind {self._output_count} tokens"
-        assert len(self._masks) <= 1 + len(drafts), f"{len(drafts)} drafts"
-        return self._masks
+        assert 0 < shape[0] <= 1 + len(drafts), f"{shape[0]} masks for {len(drafts)} drafts"
+        bits = np.unpackbits(np.frombuffer(self._told.bits, np.uint8), count=math.prod(shape))
+        return bits.view(np.bool_).reshape(shape)
 
     def close(self) -> None:
-        self._masks = None
         if self._asks is not None:
             self._asks.close()
 
 
-class LeadEntry(Entry):
-    """`Entry` of rank 0."""
+class MeshEntry(Entry):
+    """`Entry` of a rank; rank 0 alone has grammars compiled."""
 
     def __init__(
         self, config: ModelConfig, tokenizer: Tokenizer | None, lockstep: Lockstep
@@ -72,6 +72,9 @@ class LeadEntry(Entry):
     def compiled(self) -> list[Request]:
         if self.is_empty:
             return []
+        return self._said() if self._lockstep.is_lead else self._heard()
+
+    def _said(self) -> list[Request]:
         done = super().compiled()
         for request in done:
             if request.matcher is not None:
@@ -80,19 +83,7 @@ class LeadEntry(Entry):
         self._lockstep.pass_on(Compiled(faults))
         return done
 
-
-class ToldEntry(Entry):
-    """`Entry` of the other ranks, which have no grammar compiled."""
-
-    def __init__(
-        self, config: ModelConfig, tokenizer: Tokenizer | None, lockstep: Lockstep
-    ) -> None:
-        super().__init__(config, tokenizer)
-        self._lockstep = lockstep
-
-    def compiled(self) -> list[Request]:
-        if self.is_empty:
-            return []
+    def _heard(self) -> list[Request]:
         faults = self._lockstep.passed(Compiled).faults
         done = [request for request in self._compiling if request.number in faults]
         for request in done:
@@ -104,7 +95,8 @@ class ToldEntry(Entry):
         return done
 
     def _want(self, grammar: Grammar) -> None:
-        """Rank 0 has it compiled."""
+        if self._lockstep.is_lead:
+            super()._want(grammar)
 
 
 def restrict(lockstep: Lockstep, fed: HostInput) -> None:

@@ -123,7 +123,8 @@ class Lockstep:
         return choices
 
     def spread(self, make: Callable[[], W], kind: type[W], *, is_last: bool) -> W:
-        """What the first member of the last stage makes goes to all ranks by way of rank 0."""
+        """What the first member of the last stage makes goes to the other stages, by way of rank 0.
+        The other members of the last stage get what they have made themselves."""
         word: Word | None = make() if is_last else None
         first = self.group.size - self.group.team.size
         if word is not None and self.group.rank == first and first:

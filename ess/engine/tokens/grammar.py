@@ -75,7 +75,8 @@ class Grammar:
 class Follows(Protocol):
     """What restricts the tokens of a request; `failure` says why it cannot any more."""
 
-    failure: str
+    @property
+    def failure(self) -> str: ...
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> NDArray[np.bool_]: ...
 
