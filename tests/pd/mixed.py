@@ -19,7 +19,7 @@ from tests.support.routers import Answer, ask
 MODEL: Final = "ess-embedded"
 AT_ONCE: Final = 6
 BACK_S: Final = 120.0
-NO_WORKER: Final = re.compile(r"No (available|(\w+ )?workers available)", re.IGNORECASE)
+NO_WORKER: Final = re.compile(r"\bno\b[\w /]*\b(worker|server)s?\b", re.IGNORECASE)
 SENTENCE: Final = (
     "The server is a process that answers when a client asks and a page of rows is stored on the"
     " host while the device keeps those that the indexer selects in each layer of the model"
@@ -105,8 +105,8 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 def answered(url: str, body: object) -> Answer:
-    """It is asked again behind a 503: a router that a loaded machine has kept from its workers for
-    seconds calls them unhealthy, and takes them back."""
+    """A router that a loaded machine has kept from its workers for seconds calls them unhealthy
+    and takes them back; it is asked again."""
     deadline_s = time.monotonic() + BACK_S
     while has_no_worker(answer := ask(url, body)) and time.monotonic() < deadline_s:
         time.sleep(0.5)

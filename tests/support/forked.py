@@ -168,8 +168,8 @@ class Forked(subprocess.Popen):
 
 
 class Nursery:
-    """As seen by the process that asks it. With the words of another machine `before` its command,
-    the nursery and its forks run there, where only a `path` leads to it."""
+    """As seen by the process that asks it. With a command that runs it on another machine `before`
+    its own, only a `path` leads to it."""
 
     def __init__(self, kind: str, *, before: Sequence[str] = (), path: str = "") -> None:
         self._asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

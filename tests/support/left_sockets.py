@@ -6,6 +6,7 @@ to a socket first, Python says that this was not closed, in whichever test the c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -35,8 +36,9 @@ def left_by(made: Made) -> list[str]:
     looks = []
     for each in filter(is_open, (ref() for ref in made)):
         number, sentence = each.fileno(), f"unclosed {each!r}"
-        seen = functools.partial(note, number, os.fstat(number).st_ino, sentence)
-        looks.append(weakref.ref(each, seen))
+        with contextlib.suppress(OSError):  # another thread has closed it
+            seen = functools.partial(note, number, os.fstat(number).st_ino, sentence)
+            looks.append(weakref.ref(each, seen))
         del each
     if looks:
         with warnings.catch_warnings(record=True) as said:
@@ -78,9 +80,9 @@ class Sockets:
             yield
         finally:
             made, self._made = self._made, []
+            held, self._held = self._held, []
         is_last = nextitem is None or nextitem.path != item.path
-        if is_last:
-            made += self._held
-        left = left_by(made)
-        self._held = [] if is_last else [*self._held, *(ref for ref in made if is_open(ref()))]
+        left = left_by(made + held if is_last else made)
+        if not is_last:
+            self._held = [*held, *(ref for ref in made if is_open(ref()))]
         assert not left, f"the collector of garbage closes what this test left: {', '.join(left)}"

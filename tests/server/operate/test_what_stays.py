@@ -40,7 +40,13 @@ OURS = ("ess.", "asyncio", "_asyncio", "uvicorn", "starlette", "fastapi", "uvloo
 OF_A_MINUTE = "ess.engine.process.messages."
 """The board keeps what the engine says of itself, for a minute."""
 
-OF_A_MOMENT = Counter({"_asyncio.Future": 2, "_asyncio.FutureIter": 2})
+OF_A_WAIT = (
+    "_asyncio.Future",
+    "_asyncio.FutureIter",
+    "uvloop.loop.TimerHandle",
+    "uvloop.loop.UVTimer",
+)
+OF_A_MOMENT = Counter(dict.fromkeys(OF_A_WAIT, 2))
 """A task of the server's own may wait at one look, and not at another. What a kind of request
 leaves is there 18 times."""
 

@@ -65,7 +65,7 @@ struct Word {
     Seen by[kTouches];
 };
 
-constexpr size_t kChunkWords = 64, kKeptMax = 1 << 14;
+constexpr size_t kChunkWords = 64, kKeptMax = 1 << 12;  // 50 MB at most
 
 struct Chunk {
     Word words[kChunkWords];
