@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import dataclass
 
 
-class DiskUse(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskUse:
     """Pages there are and may be, pages that wait to be stored, and since the start pages and
     seconds of stores and loads. `dropped_count` pages were not stored, `damaged_count` were damaged
     and forgotten. `fault` says why no page is stored."""
