@@ -119,7 +119,7 @@ def test_plots_are_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         cold=[8, 2],
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(Unavailable, match=r"pip install ess\[plot\]"):
+    with pytest.raises(Unavailable, match=r"pip install 'ess\[plot\]'"):
         plots.check_folder(tmp_path)
     monkeypatch.undo()
     pytest.importorskip("matplotlib", reason="the plots need the extra ess[plot]")
