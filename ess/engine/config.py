@@ -180,7 +180,7 @@ class ProcessConfig(EngineConfig):
     kv_events_public: bool = setting(
         False,
         "telemetry",
-        "Publish KV events to other machines: they hold prompts, and need no key.",
+        "Publish KV events, which hold prompts, to other machines without a key.",
     )
     pp_size: int = setting(
         1, "pipeline", "Stages that the layers are divided over, a process each.", (1, 1024)
