@@ -116,7 +116,7 @@ class IndexQueries(NamedTuple):
 class Cuts(NamedTuple):
     """The limits for each line of scores. A missing top-k is the vocabulary or more, a missing
     top-p inf, a missing min-p 0. top-k in int64, the others in float32. A line with a top-k of 0 is
-    of a greedy request: what is made of it means nothing."""
+    of a greedy request, and its scores that are left have no meaning."""
 
     top_k: Tensor
     top_p: Tensor
@@ -124,7 +124,7 @@ class Cuts(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """A line's seed, and the position of the token that is drawn; those with a top-k of 0 are not
+    """A line's seed, and the position of the token that is drawn; lines with a top-k of 0 are not
     drawn. All int64 and dense."""
 
     top_k: Tensor

@@ -74,13 +74,11 @@ class MeshEngine(Engine):
         """The last stage has the head; the chances of its first member are used."""
         if all(chunk.request.sampling.prompt_logprobs is None for chunk in chunks):
             return tuple(() for _ in chunks)
-        base = super()._scored
-
-        def make() -> Scored:
-            return Scored(base(prefilled, chunks))
-
-        is_last = self.runner.model.is_last
-        return self.lockstep.spread(make, Scored, is_last=is_last).chances
+        base, is_last = super()._scored, self.runner.model.is_last
+        made = self.lockstep.spread(
+            lambda: Scored(base(prefilled, chunks)), Scored, is_last=is_last
+        )
+        return made.chances
 
 
 class Lead(MeshEngine):
@@ -98,7 +96,7 @@ class Lead(MeshEngine):
         options["prior_output"] = token_ids("prior_output", options.get("prior_output", ()))
         _check(options)
         if asked.grammar is not None:
-            self._entry.grammars()
+            self._entry.grammars()  # what rank 0 lacks is refused before the others hear of it
         leader, take = options.get("leader"), options.get("take")
         if take is not None and (take.fake or self._arrivals is None):
             raise BadInput(f"handoff {take.uid}: no rows come to this engine from elsewhere")

@@ -61,7 +61,7 @@ class Entry:
         return False
 
     def grammars(self) -> Grammars:
-        """BadInput or Unavailable where this engine cannot follow any."""
+        """The compiler of grammars; BadInput or Unavailable where this engine can have none."""
         if self._grammars is None:
             tokenizer = self._text("grammars")
             self._grammars = Grammars(tokenizer, vocabulary=self._vocabulary, ends=self._ends)

@@ -29,8 +29,8 @@ UNCUT: Final = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A line per query: (seed, top-k) int64 and (temperature, top-p, min-p) float32. Greedy ones
-    have a top-k of 0."""
+    """A line per query: (seed, top-k) int64 and (temperature, top-p, min-p) float32. Greedy
+    queries have a top-k of 0."""
 
     whole: Tensor
     parts: Tensor

@@ -71,9 +71,9 @@ struct Chunk {
     Word words[kChunkWords];
 };
 
-// Those of arrays that are gone, for others. A word takes 192 bytes: for the kernel, which fills
-// fresh memory, most of them took longer than their touches. Kept ones need not be zero. What they
-// have seen was an earlier launch, or an earlier block with its shared memory: the outermost
+// Chunks of arrays that are gone, for later arrays. A word takes 192 bytes: to fill most fresh
+// words took the system longer than their touches took here. Kept chunks need not be zero. What
+// they have seen was an earlier launch, or an earlier block with its shared memory: the outermost
 // interval of all that follows is another.
 static std::vector<Chunk*> kept;
 

@@ -198,13 +198,9 @@ class DeviceInput:
         return self.future.tokens_at(on_device(step.query_line), on_device(step.query_offset))
 
     @property
-    def asks(self) -> bool:
+    def form(self) -> bool:
         """Whether a request asks for chances of tokens, so that logits are kept."""
         return any(feed.request.sampling.logprobs is not None for feed in self.feeds)
-
-    @property
-    def form(self) -> bool:
-        return self.asks
 
     def choose(self, logits: Tensor) -> DeviceChosen:
         step, counts = self.step, self.step.query_counts
@@ -215,7 +211,7 @@ class DeviceInput:
         if any(feed.request.matcher is not None for feed in self.feeds):
             limits = torch.tensor(open_counts).to(accepted.device)
             accepted = torch.minimum(accepted, limits)
-        kept = self.future.kept(logits) if self.asks else None
+        kept = self.future.kept(logits) if self.form else None
         return DeviceChosen(self, drawn, targets, accepted, kept)
 
     def _verified(self, drawn: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,8 @@ are likely to reach, these are copied together, and they are searched in the pla
 is checked: if the pivot might be lower, or there is no room, the line itself is searched. A sample
 can cost time and never an answer.
 
-Where the greatest score is no finite number there are no shares, and the first one is kept. A line
-of a greedy request is left as it is.
+Where the greatest score is no finite number there are no shares, and the first token with that
+score is kept. For a line of a greedy request nothing is written.
 """
 
 import triton
