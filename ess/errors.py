@@ -60,6 +60,19 @@ class PoolFull(EssError):
         self.retry_after_s = None if permanent else 1.0
 
 
+def reason_of(error: Exception) -> str:
+    """Why a call failed: of an OSError the reason alone, without its number and file."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def unreadable(named: str, error: Exception) -> BadInput:
+    return BadInput(f"{named} cannot be read: {reason_of(error)}")
+
+
+def not_installed(package: str, *, extra: str) -> Unavailable:
+    return Unavailable(f"{package} is not installed: pip install 'ess[{extra}]'")
+
+
 Kept = TypeVar("Kept", bound=BaseException)
 
 

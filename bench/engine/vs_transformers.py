@@ -35,7 +35,7 @@ from ess.bench.harness.measure.timing import Samples, measure
 from ess.bench.harness.prefix import Prefix, check_memory, embedded_prefix
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.threads import compute_threads
-from ess.errors import BadState, Unavailable
+from ess.errors import BadState, not_installed
 from ess.models.load import EMBEDDED, load_model
 from ess.models.plain import Plain
 from ess.models.weights.checkpoint import Checkpoint
@@ -99,7 +99,7 @@ def vs_transformers_benchmark(
 @compute_threads()
 def rows_of(context: int, batches: Sequence[int], *, repeats: int) -> list[Row]:
     if importlib.util.find_spec("transformers") is None:
-        raise Unavailable("transformers is not installed: pip install 'ess[oracle]'")
+        raise not_installed("transformers", extra="oracle")
     with tempfile.TemporaryDirectory() as folder:
         export(Path(folder))
         rows = [agreement(Path(folder))]

@@ -23,7 +23,7 @@ import cyclopts
 
 from ess import console
 from ess.console import Command
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput, Unavailable, not_installed
 
 if TYPE_CHECKING:
     from ess.bench.harness.report import Row, Shown
@@ -112,8 +112,7 @@ def _load(benchmark: Command) -> Rows:
     except ModuleNotFoundError as error:
         if (error.name or "ess").partition(".")[0] == "ess":
             raise
-        need = f"{benchmark.name} needs {error.name}, which is not installed"
-        raise Unavailable(f"{need}: pip install 'ess[serve]'") from None
+        raise not_installed(f"{benchmark.name} needs {error.name}, which", extra="serve") from None
     return rows
 
 

@@ -6,7 +6,7 @@ import functools
 import importlib
 from pathlib import Path
 
-from ess.errors import BadInput, Unavailable
+from ess.errors import Unavailable, unreadable
 from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
 
@@ -37,4 +37,4 @@ def _read(path: Path) -> tuple[str, str]:
     try:
         return path.read_text(encoding="utf-8"), path.name
     except (OSError, UnicodeError) as error:
-        raise BadInput(f"--text {path} cannot be read: {error}") from None
+        raise unreadable(f"--text {path}", error) from None

@@ -22,7 +22,7 @@ import numpy as np
 
 from ess.bench.harness.text import token_ids
 from ess.decoding import UNDECODABLE
-from ess.errors import BadInput
+from ess.errors import BadInput, unreadable
 from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
 from ess.sim.serving.arrivals import MOONCAKE_BLOCK_TOKENS, OUTPUT_MAX, Arrival
@@ -125,7 +125,7 @@ def read_prompts(path: Path, *, output_max: int, count: int) -> list[LoadRequest
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise BadInput(f"--file {path} cannot be read: {error}") from None
+        raise unreadable(f"--file {path}", error) from None
     read = _conversations if text.lstrip().startswith("[") else _lines
     made = [
         LoadRequest(0.0, prompt, max(1, min(output_max, output)))

@@ -21,7 +21,7 @@ import msgspec
 
 from ess.cost import Calibration
 from ess.decoding import UNDECODABLE
-from ess.errors import BadInput
+from ess.errors import BadInput, unreadable
 from ess.layout import ModelLayout
 
 PREFIX: Final = "calibrate: "
@@ -118,7 +118,7 @@ def load(path: str | Path, layout: ModelLayout) -> Calibrated:
     try:
         document = msgspec.json.decode(Path(path).read_bytes(), type=_Document)
     except OSError as error:
-        raise BadInput(f"calibration {path} cannot be read: {error.strerror}") from None
+        raise unreadable(f"calibration {path}", error) from None
     except UNDECODABLE as error:
         raise BadInput(
             f"calibration {path} is not a file of `ess-bench calibrate --out`: {error}"

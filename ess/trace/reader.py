@@ -11,7 +11,7 @@ from typing import Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from ess.errors import BadInput, BadState
+from ess.errors import BadInput, BadState, unreadable
 from ess.trace import form, selections, varints
 from ess.trace.form import RequestStep, TraceHeader
 
@@ -23,7 +23,10 @@ class Source:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise unreadable(f"the trace {self.path}", error) from None
         self.size = os.fstat(self._file.fileno()).st_size
         self.seed = 0
 

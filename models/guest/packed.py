@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput, not_installed
 from ess.models.guest.codes import Codes, codes_of
 from ess.models.guest.head import check_head
 
@@ -102,5 +102,5 @@ def _library() -> Any:
         import gguf
         import gguf.quants
     except ModuleNotFoundError as error:
-        raise Unavailable(f"{error.name} is missing: install ess[guest]") from None
+        raise not_installed(str(error.name), extra="guest") from None
     return gguf

@@ -13,7 +13,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ess import console
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput, Unavailable, reason_of
 
 URL: Final = "http://127.0.0.1:8000"
 HERE: Final = ("127.0.0.1", "localhost", "::1")
@@ -173,8 +173,9 @@ class Client:
             raise self._silent() from None
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            why = (error.strerror if isinstance(error, OSError) else None) or error
-            raise Unavailable(f"no server at {self.url}: {why}{self._advice}") from None
+            raise Unavailable(
+                f"no server at {self.url}: {reason_of(error)}{self._advice}"
+            ) from None
 
 
 def _message(raw: bytes) -> str:

@@ -18,7 +18,7 @@ from cyclopts.help import (
 
 from ess import console
 from ess.config import Setting
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput, not_installed
 from ess.server.commands.pd.routers import RouterName
 from ess.server.commands.start.compat.compat_flags import (
     DP_ATTENTION,
@@ -218,7 +218,7 @@ def _serve_pd(
     try:
         from ess.server.commands.pd.processes import serve_pd
     except ModuleNotFoundError as error:
-        raise Unavailable(f"{error.name} is missing: pip install 'ess[serve]'") from None
+        raise not_installed(str(error.name), extra="serve") from None
     return serve_pd(pd, router, flags, config=config, json=json)
 
 
@@ -227,7 +227,7 @@ def _serve(flags: dict[str, Any], foreign: Foreign, *, config: Path | None, json
     try:
         from ess.server.commands.start.begin import serve_flags
     except ModuleNotFoundError as error:
-        raise Unavailable(f"{error.name} is missing: pip install 'ess[serve]'") from None
+        raise not_installed(str(error.name), extra="serve") from None
     return serve_flags(flags, config=config, json=json)
 
 

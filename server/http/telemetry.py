@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import ess
-from ess.errors import Unavailable
+from ess.errors import not_installed
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
@@ -45,7 +45,7 @@ def provider_to(endpoint: str, *, model: str) -> TracerProvider:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
-        raise Unavailable(f"{error.name} is missing: install ess[otel]") from None
+        raise not_installed(str(error.name), extra="otel") from None
     return provider_over(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), model=model)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ess import console
-from ess.errors import Unavailable
+from ess.errors import not_installed
 
 if TYPE_CHECKING:
     from ess.bench.headline.plan import Curves
@@ -27,9 +27,7 @@ def check_folder(folder: Path | None) -> None:
     """Called before the work, so that nothing is measured for a plot that cannot be drawn."""
     console.check_folder("--plot", folder)
     if folder is not None and importlib.util.find_spec("matplotlib") is None:
-        raise Unavailable(
-            "--plot needs matplotlib, which is not installed: pip install 'ess[plot]'"
-        )
+        raise not_installed("--plot needs matplotlib, which", extra="plot")
 
 
 def draw_locality(locality: Locality, folder: Path) -> None:

@@ -20,7 +20,7 @@ from ess.comm.experts.balance import Shares, balanced, check_places
 from ess.comm.experts.expert_ranks import ExpertRanks
 from ess.comm.experts.placement import Placement, Places, even
 from ess.comm.team import Team
-from ess.errors import BadInput
+from ess.errors import BadInput, unreadable
 from ess.models.config import ModelConfig
 
 FORM: Final = "ess expert loads 1"
@@ -70,7 +70,7 @@ def read_loads(path: Path, config: ModelConfig) -> Mapping[int, list[int]]:
             raise BadInput(f"expert_load {path} has more than {FILE_BYTES_MAX:,} bytes")
         recorded = msgspec.json.decode(path.read_bytes(), type=RecordedLoads)
     except OSError as error:
-        raise BadInput(f"expert_load {path} cannot be read: {error.strerror}") from None
+        raise unreadable(f"expert_load {path}", error) from None
     except msgspec.MsgspecError as error:
         raise BadInput(f"expert_load {path} has no expert loads: {error}") from None
     if recorded.form != FORM:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from ess.engine.tokens import grammar_child
 from ess.engine.tokens.sandbox import Link, Sandbox
-from ess.errors import BadInput, EssError, Unavailable
+from ess.errors import BadInput, EssError, Unavailable, not_installed
 from ess.units import div_ceil
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Grammars:
         if not ends:
             raise BadInput("grammars need a model with an end id")
         if importlib.util.find_spec("llguidance") is None:
-            raise Unavailable("grammars need the package llguidance: pip install 'ess[serve]'")
+            raise not_installed("grammars need llguidance, which", extra="serve")
         self.vocabulary = vocabulary
         self.ends = sorted(ends)
         self._sandbox = Sandbox(partial(described, tokenizer, vocabulary, self.ends))

@@ -10,7 +10,7 @@ import ctypes
 import functools
 from typing import Any, Final, NamedTuple
 
-from ess.errors import BadState, Unavailable
+from ess.errors import BadState, Unavailable, not_installed
 from ess.kernels.cuda import program
 from ess.kernels.cuda.program import Program
 from ess.kernels.cuda.ranges import PinnedRanges
@@ -237,7 +237,5 @@ def _driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise Unavailable(
-            f"cuda-bindings is not installed ({error}): pip install 'ess[cuda]'"
-        ) from None
+        raise not_installed(f"cuda-bindings ({error})", extra="cuda") from None
     return driver

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ess.caches import cache_folder
-from ess.errors import Unavailable
+from ess.errors import Unavailable, not_installed
 
 FOLDERS: Final = ("flashtrans", "residency")
 HEADERS: Final = ("device.cuh", "move.cuh", "phases.cuh", "resolve.cuh", "victims.cuh")
@@ -217,9 +217,7 @@ def _nvrtc() -> Any:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        raise Unavailable(
-            f"cuda-bindings is not installed ({error}): pip install 'ess[cuda]'"
-        ) from None
+        raise not_installed(f"cuda-bindings ({error})", extra="cuda") from None
     try:
         nvrtc.nvrtcVersion()
     except Exception as error:

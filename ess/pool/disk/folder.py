@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ess.errors import BadState, Unavailable
+from ess.errors import BadState, Unavailable, reason_of
 from ess.pool.disk.catalogue import Catalogue, Entry, Unreadable, Unusable
 from ess.pool.disk.slab import Slab
 
@@ -32,8 +32,7 @@ class DiskFolder:
             self._open(path, identity, page_bytes, record_max)
         except (OSError, Unreadable, Unusable) as error:
             os.close(self._lock)
-            why = (error.strerror if isinstance(error, OSError) else None) or error
-            raise Unavailable(f"{path} cannot keep pages: {why}") from error
+            raise Unavailable(f"{path} cannot keep pages: {reason_of(error)}") from error
 
     def _open(self, path: Path, identity: bytes, page_bytes: int, record_max: int) -> None:
         self.slab = Slab(path / SLAB, record_bytes=page_bytes)

@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 
 from ess.array_types import Bytes
+from ess.errors import reason_of
 from ess.pool.disk.catalogue import ERRORS, Catalogue, Entry
 from ess.pool.disk.records import Records
 from ess.pool.disk.slab import Slab, checksum
@@ -224,7 +225,7 @@ class Writer:
             is_news = not self.fault or breaks_now
             self._again_s = max(self._again_s, again_s)
             if is_news and not is_over:
-                self.fault = f"the disk takes no more pages: {_why(error)}"
+                self.fault = f"the disk takes no more pages: {reason_of(error)}"
         if is_news and not is_over:
             again = f"it is tried again every {AGAIN_S:g} s"
             then = again if _is_full(error) else "a restart stores again"
@@ -235,7 +236,3 @@ def _is_full(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
-
-
-def _why(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from ess.decoding import UNDECODABLE
-from ess.errors import BadInput
+from ess.errors import BadInput, unreadable
 
 AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_BLOCK_TOKENS: Final = 512
@@ -54,7 +54,7 @@ def read_arrivals(path: str | os.PathLike[str]) -> list[Arrival]:
     except (BadInput, UnicodeDecodeError) as error:
         raise BadInput(f"{os.fspath(path)}, {error}") from None
     except OSError as error:
-        raise BadInput(f"the trace {os.fspath(path)} cannot be read: {error.strerror}") from None
+        raise unreadable(f"the trace {os.fspath(path)}", error) from None
     if not arrivals:
         raise BadInput(f"{os.fspath(path)} holds no request")
     start = min(arrival.at_s for arrival in arrivals)

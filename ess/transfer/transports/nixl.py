@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from ess.clock import Clock
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput, not_installed
 from ess.transfer.endpoint import HEARTBEAT_S, Endpoint, Identity
 from ess.transfer.messages import Heartbeat
 from ess.transfer.runs import Region, Runs, fault_of
@@ -48,7 +48,7 @@ def nixl_api() -> Any:
         logging.raiseExceptions = raising
         logging.getLogger("nixl").setLevel(logging.WARNING)
         return api
-    raise Unavailable("NIXL is not installed: pip install 'ess[nixl]'")
+    raise not_installed("NIXL", extra="nixl")
 
 
 @dataclass(slots=True)

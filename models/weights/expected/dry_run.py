@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from ess.errors import BadInput
+from ess.errors import BadInput, reason_of
 from ess.layout import ModelLayout
 from ess.models.compressed import memory as entries
 from ess.models.compressed.gain import Machine, gain
@@ -81,7 +81,9 @@ def read_config(path: str) -> dict[str, Any]:
             raw = file.read(JSON_BYTES_MAX)
     except (OSError, ValueError) as error:
         known = ", ".join(PUBLISHED)
-        raise BadInput(f"{path} cannot be read ({error}); published by name: {known}") from None
+        raise BadInput(
+            f"{path} cannot be read ({reason_of(error)}); published by name: {known}"
+        ) from None
     return parse_object(raw, what=path)
 
 

@@ -30,7 +30,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ess import console
-from ess.errors import Unavailable
+from ess.errors import Unavailable, not_installed
 from ess.ports import kept_port
 from ess.server.commands.pd.keeper import LEASHED
 from ess.server.commands.pd.kept import ask, write_private
@@ -131,7 +131,7 @@ def serve_on_ray(resolved: Resolved, *, json: bool) -> int:
     try:
         import ray
     except ModuleNotFoundError:
-        raise Unavailable("ray is missing: install ess[ray]") from None
+        raise not_installed("ray", extra="ray") from None
     own = {} if "RAY_ADDRESS" in os.environ else {"object_store_memory": OBJECT_BYTES}
     with unblocked_stderr(resolved.settings.log_format):
         for sentence in resolved.notes:

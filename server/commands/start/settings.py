@@ -21,7 +21,7 @@ import msgspec
 from ess.config import Setting, setting, settings_of
 from ess.engine.config import ProcessConfig
 from ess.engine.devices import brought_by
-from ess.errors import BadInput
+from ess.errors import BadInput, unreadable
 from ess.server.commands.start.compat.compat_flags import (
     DP_ATTENTION,
     VALUES,
@@ -362,7 +362,7 @@ def read_file(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         raw = msgspec.json.decode(text) if form == "JSON" else tomllib.loads(text)
     except OSError as error:
-        raise BadInput(f"the file {path} cannot be read: {error.strerror}") from None
+        raise unreadable(f"the file {path}", error) from None
     except ValueError as error:
         wanted = " (settings are TOML, as port = 8000, or JSON in a file.json)"
         hint = wanted if path.suffix in (".yaml", ".yml") else ""

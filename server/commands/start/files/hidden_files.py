@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Iterable
 from pathlib import Path
 
-from ess.errors import BadInput
+from ess.errors import BadInput, unreadable
 from ess.server.commands.start.written_addresses import listed
 
 
@@ -15,7 +15,7 @@ def _read_hidden(path: Path, name: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"{name} {path} cannot be read: {error.strerror}") from None
+        raise unreadable(f"{name} {path}", error) from None
     except ValueError:
         raise BadInput(f"{name} {path} is not text in UTF-8") from None
 
@@ -54,7 +54,7 @@ def check_tls(cert: str, key: str, authorities: str = "") -> None:
         try:
             Path(path).read_bytes()
         except OSError as error:
-            raise BadInput(f"{name} {path} cannot be read: {error.strerror}") from None
+            raise unreadable(f"{name} {path}", error) from None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key, password="")

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ess.decoding import UNDECODABLE
-from ess.errors import BadInput
+from ess.errors import BadInput, unreadable
 from ess.models.chat.messages import Conversation, Message
 from ess.models.chat.styles import ChatStyle, TemplateStyle, style_of
 from ess.models.text.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ def chat_template(settings: Settings) -> str | None:
     try:
         source = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"chat_template {path} cannot be read: {error.strerror}") from None
+        raise unreadable(f"chat_template {path}", error) from None
     except ValueError:
         raise BadInput(f"chat_template {path} is not text in UTF-8") from None
     tried = TemplateStyle(source)
