@@ -115,6 +115,16 @@ def started(
     command: str, *flags: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """An `ess serve`, `prefill` or `decode` on a free port, when it is ready, and its URL."""
+    with launched(command, *flags, environment=environment) as (process, told):
+        _wait_ready(told["url"])
+        yield process, told["url"]
+
+
+@contextlib.contextmanager
+def launched(
+    command: str, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """The same once it has printed its JSON document, with which `ess serve --pd` is ready."""
     flags = ("--port", "0", "--json", "--drain-grace-s", "0", "--drain-s", "1", *flags)
     process = subprocess.Popen(
         [sys.executable, "-c", RUN, command, *flags],
@@ -123,16 +133,13 @@ def started(
         env={**os.environ, **(environment or {})},
     )
     try:
-        url = _url(process)
-        _wait_ready(url)
-        yield process, url
+        yield process, _told(process)
     finally:
         process.terminate()
         process.communicate(timeout=30)
 
 
-def _url(process: subprocess.Popen[str]) -> str:
-    """The URL in the JSON document that it prints."""
+def _told(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert process.stdout is not None, "stdout is a pipe"
     text = ""
     while not text.endswith("\n}\n"):
@@ -140,7 +147,7 @@ def _url(process: subprocess.Popen[str]) -> str:
         if not line:
             raise BadState(f"a server ended with code {process.wait()}")
         text += line
-    return str(json.loads(text)["url"])
+    return dict(json.loads(text))
 
 
 def _wait_ready(url: str) -> None:

@@ -1,24 +1,27 @@
-"""End to end, under the same load of long prompts: a prefill worker of two stages and two decode
-workers behind a stock router, against one `ess serve`. Engines have a thread each.
+"""End to end, under the same load of long prompts: `ess serve --pd`, whose prefill worker has two
+stages, against one `ess serve`. Engines have a thread each.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import re
 import statistics
 import time
+import urllib.request
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ess import console
-from ess.bench.engine.serve import started
+from ess.bench.engine.serve import launched, started
 from ess.bench.handoff.mixed import Measure, MixedArm, p99
 from ess.bench.harness.measure.streaming import streamed
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.text import token_ids
 from ess.bench.prefill.rig import cores
-from ess.bench.prefill.routers import chosen, tier
 from ess.errors import BadState
 from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
@@ -27,6 +30,8 @@ STAGES: Final = 2
 DECODES: Final = 2
 THREADS: Final = ("--threads", "1")
 UP_S: Final = 120.0
+TOLD_S: Final = 10.0
+ENDED: Final = re.compile(r'^ess_handoffs_total\{how="(landed|missed)"\} (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,19 +62,20 @@ MEASURES: Final[tuple[tuple[str, str, Measure], ...]] = (
 
 
 def serving_rows(talk: Talk, *, router: str) -> list[Row]:
-    chosen(router)
     console.note(f"  one ess serve, {talk.requests} prompts of {talk.length:,} tokens ...")
     with started("serve", *THREADS) as (_, url):
         asyncio.run(_until_up(url))
         alone = asyncio.run(_streamed_all(talk, url))
     console.note(f"  PP{STAGES} and {DECODES} decode workers behind a router ...")
-    with tier(STAGES, DECODES, *THREADS, router=router) as split:
-        asyncio.run(_until_up(split.url))
-        before = split.handoffs(1)
-        apart = asyncio.run(_streamed_all(talk, split.url))
-        ended = split.handoffs(before.total() + talk.requests) - before
+    shape = ("--pd", f"1p{DECODES}d", "--pp-size", str(STAGES), "--threads", str(1 + DECODES))
+    with launched("serve", *shape, "--router", router) as (_, told):
+        decodes = [each["url"] for each in told["processes"] if each["role"] == "decode"]
+        asyncio.run(_until_up(told["url"]))
+        before = _handoffs(decodes, 1)
+        apart = asyncio.run(_streamed_all(talk, told["url"]))
+        ended = _handoffs(decodes, before.total() + talk.requests) - before
     config = {
-        "router": split.router,
+        "router": router,
         "handoffs": ", ".join(f"{ended[how]} {how}" for how in ("landed", "missed")),
         "prompt": talk.length,
         "requests": talk.requests,
@@ -89,9 +95,26 @@ def serving_rows(talk: Talk, *, router: str) -> list[Row]:
     ]
 
 
+def _handoffs(decodes: Sequence[str], count: int) -> Counter[str]:
+    """The outcomes, since the start, of handoffs to decode workers, once there are `count`. A
+    worker answers a request a moment before it reports the handoff."""
+    deadline_s = time.monotonic() + TOLD_S
+    while (ended := _ended(decodes)).total() < count and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return ended
+
+
+def _ended(decodes: Sequence[str]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for url in decodes:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            for how, count in ENDED.findall(answer.read().decode()):
+                counts[how] += int(float(count))
+    return counts
+
+
 async def _until_up(url: str) -> None:
-    """Waits for a router, which listens before it finds its workers and refuses until then. The
-    prompt that it first answers is handed over too, and is not one of those measured."""
+    """Waits for the first answer, to a prompt that is not one of those measured."""
     deadline_s = time.monotonic() + UP_S
     while True:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Final
+from typing import Final, Literal
 
 from ess.bench.harness.lists import amount, size, sizes
 from ess.bench.harness.prefix import check_memory
@@ -38,7 +38,7 @@ def prefill_benchmark(
     turns: bool = False,
     serving: bool = False,
     length: str = "4k",
-    router: str | None = None,
+    router: Literal["smg", "vllm_router", "sglang_router"] = "smg",
     smoke: bool = False,
 ) -> list[Row]:
     """A real pipeline and its stage times on a virtual clock; sends; chunk sizes; memory.
@@ -62,7 +62,7 @@ def prefill_benchmark(
     length
         The prompts of --turns and --serving.
     router
-        For --serving: smg, vllm_router or sglang_router; else the first that is installed.
+        For --serving: the stock router.
     """
     chunk, each = amount("--chunk", chunk), size("--length", length)
     context, stages = size("--ctx", ctx), sizes("--pp", pp)
@@ -72,7 +72,7 @@ def prefill_benchmark(
         raise BadInput(f"a prompt of {shortest} tokens: at least {LENGTH_MIN} are two pages")
     check_memory(max(each, context, *run, *measured))
     if turns or serving:
-        return _other_benchmarks(turns, serving, each, router or "", chunk, smoke=smoke)
+        return _other_benchmarks(turns, serving, each, router, chunk, smoke=smoke)
     if smoke:
         arms = arms_of([1, 2], 640, 128, rounds=1)
         return [
