@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -249,11 +250,8 @@ def spelled_out(given: Sequence[str]) -> list[str]:
 def make_app(
     benchmarks: Sequence[Command], suites: Mapping[str, Sequence[str]], given: Sequence[str]
 ) -> cyclopts.App:
-    """Imports only the benchmark that the command line names; the others are listed."""
-    commands = [
-        replace(known, home=command_of(known) if known.name in given[:1] else _never_called)
-        for known in benchmarks
-    ]
+    """Imports the benchmark that the command line names, all for `completion`; lists the others."""
+    commands = [replace(known, home=_home_of(known, given[:1])) for known in benchmarks]
     for suite, names in suites.items():
         members = [benchmark for benchmark in benchmarks if benchmark.name in names]
         summary = "Every benchmark." if suite == "all" else f"{', '.join(names)}."
@@ -262,6 +260,15 @@ def make_app(
     return console.make_app(
         "ess-bench", summary=SUMMARY, version=ess.__version__, commands=commands
     )
+
+
+def _home_of(known: Command, given: Sequence[str]) -> Callable[..., object]:
+    if known.name in given:
+        return command_of(known)
+    if "completion" in given:
+        with contextlib.suppress(Unavailable):
+            return command_of(known)
+    return _never_called
 
 
 def _never_called() -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import IO, TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
 import cyclopts
 import msgspec
@@ -27,6 +27,7 @@ FAILED: Final = 1
 USAGE: Final = 2
 INTERRUPTED: Final = 130
 
+COMPLETES: Final = "What makes a shell complete commands and flags"
 PIPE_WIDTH: Final = 1000
 PATIENCE_S: Final = 1.5
 SHOWN_EVERY_S: Final = 4.0
@@ -44,6 +45,9 @@ def _whole_number(of: Any, tokens: Sequence[cyclopts.Token]) -> int:
 WHOLE: Final = cyclopts.Parameter(converter=_whole_number)
 Whole = Annotated[int, WHOLE]
 MaybeWhole = Annotated[int | None, WHOLE]
+Shell = Annotated[
+    Literal["bash", "zsh", "fish"], cyclopts.Parameter(help="The shell that reads it.")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +74,11 @@ def make_app(name: str, *, summary: str, version: str, commands: Sequence[Comman
         version=version,
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
-        group_commands=cyclopts.Group("Options", sort_key=len(commands)),
+        group_commands=cyclopts.Group("Options", sort_key=len(commands) + 1),
         default_parameter=cyclopts.Parameter(negative=(), show_default=_shown_default),
     )
+    home, summary = _completion_of(app), f"{COMPLETES}: `. <({name} completion bash)`."
+    commands = (*commands, Command(name="completion", home=home, summary=summary, group="Shell"))
     names = list(dict.fromkeys(command.group for command in commands))
     groups = {name: cyclopts.Group(name, sort_key=place) for place, name in enumerate(names)}
     for place, command in enumerate(commands):
@@ -84,6 +90,13 @@ def make_app(name: str, *, summary: str, version: str, commands: Sequence[Comman
             sort_key=place,
         )
     return app
+
+
+def _completion_of(app: cyclopts.App) -> Callable[..., object]:
+    def completion(shell: Shell, /) -> None:
+        print(app.generate_completion(shell=shell))
+
+    return completion
 
 
 def run(app: cyclopts.App, arguments: Sequence[str] | None) -> int:

@@ -1,5 +1,4 @@
-"""`ess version`, `ess layout` and `ess completion`: what is installed, and what a model's layout
-costs."""
+"""`ess version` and `ess layout`: what is installed, and what a model's layout costs."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ from ess.kernels.cpu import native
 from ess.layout import ModelLayout, RowCodec
 from ess.models.registry import read_config as parse_config
 from ess.models.weights.expected.dry_run import PUBLISHED, read_config
-from ess.server.commands import cli
 from ess.units import PAGE_ROWS, format_bytes, parse_size
 
 RowForm = Literal["fp8", "bf16", "f32"]
@@ -82,17 +80,6 @@ def layout(
         console.print_json(cost)
     else:
         _print_cost(model, cost)
-
-
-def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
-    """What makes a shell complete commands and flags: `. <(ess completion bash)`.
-
-    Parameters
-    ----------
-    shell
-        The shell that reads it.
-    """
-    print(cli.make_app().generate_completion(shell=shell))
 
 
 def _layout_of(name: str, row: RowForm | None) -> ModelLayout:

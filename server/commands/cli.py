@@ -84,12 +84,6 @@ COMMANDS: Final = (
         group="Install",
     ),
     Command(
-        name="completion",
-        home="ess.server.commands.about:completion",
-        summary="What makes a shell complete commands and flags: `. <(ess completion bash)`.",
-        group="Install",
-    ),
-    Command(
         name="version",
         home="ess.server.commands.about:version",
         summary="The version of ESS and of what it runs on.",

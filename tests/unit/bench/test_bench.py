@@ -130,6 +130,12 @@ def test_a_package_that_is_missing_is_a_sentence(
     assert said == f"ess-bench: {need}: pip install 'ess[serve]'"
 
 
+def test_a_shell_completes_the_flags_of_every_benchmark(run: Run) -> None:
+    code, out, _ = run("completion", "bash")
+    assert code == 0
+    assert '"--count"' in out
+
+
 def test_ctrl_c_keeps_the_rows_of_what_ran_before(run: Run) -> None:
     code, out, err = run("cut", "--json")
     assert code == 130
