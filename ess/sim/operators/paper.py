@@ -232,7 +232,7 @@ class PaperOperators:
 
     def _dense_us(self, tokens: float) -> float:
         weights = 3 * HIDDEN_DIM * DENSE_DIM
-        moved_us = self.machine.streamed_us(weights)
+        moved_us = self.machine.launch_us + weights / self.machine.hbm_rate
         return max(moved_us, 2 * weights * tokens / (0.8 * self.machine.fp8_rate))
 
 

@@ -28,9 +28,6 @@ class Machine:
     link_rate: float = cost.bytes_per_us(37.0)
     store_rate: float = cost.bytes_per_us(43.0)
 
-    def streamed_us(self, byte_count: float) -> float:
-        return self.launch_us + byte_count / self.hbm_rate
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:

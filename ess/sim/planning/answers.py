@@ -49,18 +49,15 @@ def answered(planner: Planner, question: Question) -> PlanAnswer:
             work=question.work,
             wanted=question.wanted,
         )
+    sides = (smallest.offload, smallest.resident) if smallest else ()
+    fleet_marks = [mark for side in sides if side is not None for mark in side.marks]
     return PlanAnswer(
         plan=plan,
         all_gpus=over_all_gpus(planner, plan, question, prefilling),
         fleets=smallest,
         advice=tuple(advice(planner, plan, question.node, is_searched=question.is_searched)),
-        marks=tuple(dict.fromkeys([*plan.marks, *prefilling.marks, *_fleet_marks(smallest)])),
+        marks=tuple(dict.fromkeys([*plan.marks, *prefilling.marks, *fleet_marks])),
     )
-
-
-def _fleet_marks(fleets: Fleets | None) -> list[str]:
-    sides = [] if fleets is None else [fleets.offload, fleets.resident]
-    return [mark for side in sides if side is not None for mark in side.marks]
 
 
 def over_all_gpus(

@@ -85,9 +85,3 @@ def miss_marks(curves: MissCurves, ask: Ask, *, slots_each: int, model: str) -> 
             f"{PUBLISHED_QUERIES} stand in"
         )
     return marks
-
-
-def ask_marks(ask: Ask) -> list[str]:
-    if ask.accepted is None and ask.queries_each > 1:
-        return ["accepted tokens: assumed, 70 % of each draft in turn"]
-    return []

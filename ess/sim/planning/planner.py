@@ -26,7 +26,7 @@ from ess.sim.memory_budget import Budget
 from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.stages import Operators
 from ess.sim.planning.ask import Ask
-from ess.sim.planning.bands import EXACT, Band, ask_marks, inverse, joined, miss_marks
+from ess.sim.planning.bands import EXACT, Band, inverse, joined, miss_marks
 from ess.sim.planning.batches import Point, best, tried
 from ess.sim.planning.weights import weight_bytes
 from ess.units import counted, format_bytes
@@ -244,7 +244,9 @@ class Planner:
         return replace(self, ask=replace(self.ask, token_us_max=most / factor))
 
     def _marks(self, chosen: Point, resident: Point | None) -> tuple[str, ...]:
-        marks = [*chosen.marks, *(resident.marks if resident else ()), *ask_marks(self.ask)]
+        marks = [*chosen.marks, *(resident.marks if resident else ())]
+        if self.ask.accepted is None and self.ask.queries_each > 1:
+            marks.append("accepted tokens: assumed, 70 % of each draft in turn")
         if chosen.slots_each < self.ask.context:
             marks += miss_marks(
                 self.curves,

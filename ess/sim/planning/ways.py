@@ -40,14 +40,13 @@ def ways(gpu_count: int) -> Iterator[Parallel]:
 def best_way(planner: Planner) -> Planner:
     """The planner with the best way, and with the resident side's best way as its baseline. If
     nothing fits in any way, the planner unchanged, which then says why."""
-    tried = [_with_way(planner, way) for way in ways(planner.ask.gpu_count)]
+    tried = [
+        replace(planner, ask=replace(planner.ask, gpu_count=way.gpu_count, parallel=way))
+        for way in ways(planner.ask.gpu_count)
+    ]
     chosen = _best(tried, lambda each: each.quick(each.least_slots)) or planner
     baseline = _best(tried, lambda each: each.quick(each.ask.context))
     return replace(chosen, baseline=baseline)
-
-
-def _with_way(planner: Planner, way: Parallel) -> Planner:
-    return replace(planner, ask=replace(planner.ask, gpu_count=way.gpu_count, parallel=way))
 
 
 def _best(tried: Iterable[Planner], point_of: Callable[[Planner], Point | None]) -> Planner | None:

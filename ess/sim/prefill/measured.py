@@ -26,7 +26,7 @@ from ess.errors import BadInput
 from ess.sim.prefill.pipeline import Pipeline
 
 FLAT: Final = 1e-15
-"""Seconds per token squared if none were found: a PrefillTime must have some."""
+"""Seconds per token squared where the fit has none: a PrefillTime must have some."""
 CHOICES: Final = ((1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2))
 PASSES: Final = 4
 LEAST_ERROR: Final = 0.005

@@ -94,7 +94,7 @@ def forecast(model: Model, setting: Setting, prompt: int) -> Forecast:
 def search(
     model: Model, layout: ModelLayout, default: Setting, prompt: int, *, chunk_max: int
 ) -> list[Forecast]:
-    """The default first; then those found, best first: static and dynamic, with the default's
+    """The default, then the settings tried, best first: static and dynamic, with the default's
     layers and with those that the measured costs suggest."""
     if prompt < PAGE_ROWS:
         raise BadInput(f"a prompt of {prompt} tokens: nothing to tune below {PAGE_ROWS}")
@@ -102,9 +102,9 @@ def search(
     balanced = partition(layout, stages, costs=model.costs(layout.layer_count))
     cuts = dict.fromkeys([default.layers, tuple((part.start, part.stop) for part in balanced)])
     forecasts = [
-        forecast(model, setting, prompt)
+        forecast(model, best(model, layers, prompt, chunk_max=chunk_max), prompt)
         for layers in cuts
-        for setting in _best_of(model, layers, prompt, chunk_max)
+        for best in (best_static, best_dynamic)
     ]
     best_s = min(each.first_token_s for each in forecasts)
     forecasts.sort(key=lambda each: _rank(each, best_s))
@@ -115,13 +115,6 @@ def search(
 def _rank(each: Forecast, best_s: float) -> tuple[int, float]:
     steps = math.floor((each.first_token_s / best_s - 1) / EQUAL)
     return steps, -each.tokens_per_s
-
-
-def _best_of(model: Model, layers: Layers, prompt: int, chunk_max: int) -> list[Setting]:
-    return [
-        best_static(model, layers, prompt, chunk_max=chunk_max),
-        best_dynamic(model, layers, prompt, chunk_max=chunk_max),
-    ]
 
 
 def best_static(model: Model, layers: Layers, prompt: int, *, chunk_max: int) -> Setting:

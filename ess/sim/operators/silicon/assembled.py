@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Final
 
 from ess.errors import BadInput
@@ -131,7 +131,7 @@ class SiliconOperators:
         return Parts(self)
 
     def _experts(self, shape: MicroBatch) -> Experts:
-        return self._parts.experts(shape.parallel)
+        return self._parts.experts(parallel=shape.parallel)
 
     def _way(self, shape: MicroBatch, kind: Kind) -> ExchangeTime:
         if not kind.is_dense:
@@ -177,14 +177,14 @@ class SiliconOperators:
     def _attention(self, shape: MicroBatch, kind: Kind) -> Stages:
         """The module in the parts that a fetch may hide behind; they add up to it."""
         heads = self._heads(shape.parallel)
-        prompt_us = self._parts.prompts(heads).us(shape, kind) if shape.prompt_tokens else 0.0
+        prompt_us = self._parts.prompts(heads=heads).us(shape, kind) if shape.prompt_tokens else 0.0
         if not shape.request_count:
             return _attention_of(prompt_us, 0.0, 0.0, 0.0, 0.0)
         busy = max(1.0, shape.request_count)
         tokens = busy * shape.queries_each
         scan_us = 0.0
         if not self.family.is_sparse:
-            module_us = self._parts.dense(heads).us(
+            module_us = self._parts.dense(heads=heads).us(
                 requests=busy, queries_each=shape.queries_each, context=shape.context
             )
         else:
@@ -202,7 +202,8 @@ class SiliconOperators:
         self, shape: MicroBatch, kind: Kind, busy: float, heads: int
     ) -> tuple[float, float]:
         """Times of the module at a context of at most the top-k, and of the scan of all keys."""
-        sparse = self._parts.sparse(heads, shares=not kind.has_indexer)
+        model = self.family.table(shares=not kind.has_indexer)
+        sparse = self._parts.sparse(heads=heads, model=model)
         top_k = self.family.layout.top_k
         tokens = busy * shape.queries_each
         module_us = sparse.us(tokens=tokens, context=min(shape.context, top_k))
@@ -270,32 +271,9 @@ class Parts:
     """Operators by heads and sizes, made once: their tables are extended at the first use."""
 
     def __init__(self, whole: SiliconOperators) -> None:
-        self._whole = whole
-        self.experts = lru_cache(self._experts)
-        self.prompts = lru_cache(self._prompts)
-        self.dense = lru_cache(self._dense)
-        self.sparse = lru_cache(self._sparse)
-
-    def _experts(self, parallel: Parallel) -> Experts:
-        whole = self._whole
-        return Experts(
-            bank=whole.bank,
-            chip=whole.chip,
-            family=whole.family,
-            parallel=parallel,
-            balance=whole.balance,
-        )
-
-    def _prompts(self, heads: int) -> Prompts:
-        whole = self._whole
-        return Prompts(
-            bank=whole.bank, chip=whole.chip, family=whole.family, heads=heads, kv=whole.kv
-        )
-
-    def _dense(self, heads: int) -> Dense:
-        return Dense(bank=self._whole.bank, heads=heads)
-
-    def _sparse(self, heads: int, *, shares: bool) -> Sparse:
-        whole = self._whole
-        model = whole.family.table(shares=shares)
-        return Sparse(bank=whole.bank, model=model, heads=heads, kv=whole.kv)
+        bank, chip, family = whole.bank, whole.chip, whole.family
+        given = partial(Experts, bank=bank, chip=chip, family=family, balance=whole.balance)
+        self.experts = lru_cache(given)
+        self.prompts = lru_cache(partial(Prompts, bank=bank, chip=chip, family=family, kv=whole.kv))
+        self.dense = lru_cache(partial(Dense, bank=bank))
+        self.sparse = lru_cache(partial(Sparse, bank=bank, kv=whole.kv))

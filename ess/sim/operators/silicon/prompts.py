@@ -48,7 +48,9 @@ class Prompts:
         model = self.family.table(shares=shares)
         for known in COUNTS:
             surface = self.bank.sparse_prompt.get((model, self.heads, self.kv, known))
-            if surface is not None and known <= count and _is_within(surface, tokens):
+            if surface is None or known > count:
+                continue
+            if tokens <= surface.curves[0].sizes[-1]:
                 return count / known * surface.at(tokens, prefix)
         surface = self.bank.sparse_prompt.get((model, self.heads, self.kv, 1))
         if surface is None:
@@ -85,10 +87,6 @@ class Prompts:
         scanned = 2 * index.head_count * index.key_dim * reach if index is not None else 0
         fp8 = total * (2 * self.family.projection_weights(self.heads) + scanned)
         return self.chip.us(us, fp8_flop=fp8, bf16_flop=total * rows * pair)
-
-
-def _is_within(surface: Surface, tokens: float) -> bool:
-    return tokens <= surface.curves[0].sizes[-1]
 
 
 def _pair_us(surface: Surface) -> float:

@@ -36,13 +36,11 @@ BY_NAME: Final = MappingProxyType({derivation.name: derivation for derivation in
 
 
 def _is_dense_module(row: Source) -> bool:
-    return bool(
-        is_block_fp8(row) and row["kv_cache_dtype"] == "bfloat16" and row["num_heads"] >= HEADS_MIN
-    )
+    return _has_heads(row) and bool(row["kv_cache_dtype"] == "bfloat16")
 
 
-def _is_decode(row: Source) -> bool:
-    return is_block_fp8(row) and row["num_heads"] >= HEADS_MIN and row["step"] > CONTEXT_MIN
+def _has_heads(row: Source) -> bool:
+    return is_block_fp8(row) and bool(row["num_heads"] >= HEADS_MIN)
 
 
 def _tables(
@@ -76,7 +74,7 @@ VLLM: Final = (
     replace(
         BY_NAME["sparse_decode"],
         path="sparse_attention/vllm/0.24.0/dsa_generation_module_perf.parquet",
-        keep=_is_decode,
+        keep=lambda row: _has_heads(row) and row["step"] > CONTEXT_MIN,
     ),
 )
 TRTLLM: Final = _tables("trtllm", "1.3.0rc20", is_reduced=lambda row: True)
