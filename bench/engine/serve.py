@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from ess.bench.harness.report import Row
+from ess.bench.harness.report import Row, compare
 from ess.errors import BadState
 
 EVENTS_TARGET: Final = 60_000
@@ -85,17 +85,13 @@ def _measure(arm: ServeArm, seconds: float) -> list[Row]:
 
 
 def _row(arm: ServeArm, value: float, target: float, *, unit: str, config: dict[str, Any]) -> Row:
-    """A row; more events are better, fewer milliseconds are better."""
-    ratio = target / value if unit.startswith("ms") else value / target
-    return Row(
+    return compare(
         name=f"serve, {arm.name}",
-        value=value,
         unit=unit,
-        baseline="target",
-        baseline_value=target,
-        ratio=ratio,
+        ours=[value],
+        baseline=("target", [target]),
+        better="lower" if unit.startswith("ms") else "higher",
         target=1.0,
-        met=ratio >= 1.0,
         config=config,
     )
 

@@ -17,7 +17,7 @@ row says of the questions that were open before the first device was seen:
 - whole steps of an engine: `a step, RESIDENT`, and the rate of each way beside it;
 - what is gained: `slice: offload` beside `slice: resident`, at equal bytes of the device;
 - other libraries, where they are: `FlashMLA, ...`, also in place, `DeepGEMM, ...` by how many
-  queries of a request go together. Lines on stderr say what their probes found.
+  queries of a request go together. Lines on stderr say what their probes measured.
 """
 
 from __future__ import annotations

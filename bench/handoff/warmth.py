@@ -54,7 +54,8 @@ def _misses(length: int, *, warm: bool) -> np.ndarray[tuple[int], np.dtype[np.fl
     model, ids = load_model(), token_ids()[0]
     shape = WorkerSizes(context=length, output=STEPS * 2 + 2, chunk_tokens=CHUNK_TOKENS)
     prefill = Worker(shape, model=model)
-    decode = Worker(_few_slots(shape), model=model, warm=warm)
+    few = WorkerSizes(context=length, output=shape.output, slot_share=SLOT_SHARE, sequences=1)
+    decode = Worker(few, model=model, warm=warm)
     try:
         prefill.port.meet(decode.port.metadata())
         peer = decode.port.meet(prefill.port.metadata())
@@ -62,12 +63,6 @@ def _misses(length: int, *, warm: bool) -> np.ndarray[tuple[int], np.dtype[np.fl
     finally:
         decode.close()
         prefill.close()
-
-
-def _few_slots(shape: WorkerSizes) -> WorkerSizes:
-    return WorkerSizes(
-        context=shape.context, output=shape.output, slot_share=SLOT_SHARE, sequences=1
-    )
 
 
 def _decoded(

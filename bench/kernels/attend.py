@@ -53,7 +53,9 @@ def attend_benchmark(*, smoke: bool) -> list[Row]:
             torch.manual_seed(0)
             roof, rows = _roof(smoke=smoke)
             rows += _attention_rows(roof, smoke=smoke) + _index_rows(roof, smoke=smoke)
-            rows += _together_rows(roof, smoke=smoke) + _top_k_rows(smoke=smoke)
+            rows += _together_rows(roof, smoke=smoke)
+            counts = (4096,) if smoke else (4096, 32_768, 131_072)
+            rows += [_top_k_row(count, smoke=smoke) for count in counts]
             return [*rows, _merge_row(smoke=smoke)]
     finally:
         torch.set_num_threads(before)
@@ -290,12 +292,6 @@ def _torch_logits(queries: Tensor, weights: Tensor, pages: Tensor, codec: IndexC
     if codec.form == "f32":
         return logits
     return logits * (scales.contiguous().view(torch.float32).view(1, -1) * E4M3_TO_BF16)
-
-
-def _top_k_rows(*, smoke: bool) -> list[Row]:
-    return [
-        _top_k_row(count, smoke=smoke) for count in (4096, 32_768, 131_072)[: 1 if smoke else 3]
-    ]
 
 
 def _top_k_row(count: int, *, smoke: bool) -> Row:

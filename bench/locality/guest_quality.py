@@ -177,7 +177,7 @@ class Reading:
 
     @torch.inference_mode()
     def run(self, excerpt: Excerpt) -> tuple[float, list[float]]:
-        """The mean loss and, per layer, the found share of the oracle's selection."""
+        """The mean loss and, per layer, the share of the oracle's selection that is selected."""
         tokens = torch.tensor(excerpt.ids)
         hidden, recalls = self._model.embed(tokens[:-1]), []
         for layer in self._model.layers:
@@ -219,7 +219,7 @@ class Reading:
     def _narrowed(
         self, weights: Tensor, asking: tuple[Tensor, Tensor, Tensor], at: int
     ) -> tuple[Tensor, list[float]]:
-        """Attention over the selection alone; for each query the found share of the best rows."""
+        """Attention over the selection alone; for each query the share of the best rows in it."""
         way = self._way
         stop = at + weights.shape[1]
         if way.select == "dense" or stop <= way.k:

@@ -47,7 +47,9 @@ def recorded_rows(path: Path, *, recover: bool = False) -> list[Row]:
         for group in sorted({round(float(place)) for place in groups}):
             workload = recorded(reader, group=group, lead_steps=lead)
             rows += _group_rows(workload, group, header.top_k, judged)
-            rows += _neighbour_row(reader, group)
+            if group > 0:
+                alike, config = between_layers(reader, group), {"group": group}
+                rows.append(Row(name="inter-layer similarity", value=alike, unit="", config=config))
         return [*rows, *_judged_rows(judged, header.top_k)]
 
 
@@ -144,13 +146,6 @@ def _policies(workload: Workload, slots: int, top_k: int) -> dict[str, Policy]:
         "min": Min(workload, slots=slots, future=future),
         "min with bypass": Min(workload, slots=slots, future=future, bypass=True),
     }
-
-
-def _neighbour_row(reader: TraceReader, group: int) -> list[Row]:
-    if group == 0:
-        return []
-    value = between_layers(reader, group)
-    return [Row(name="inter-layer similarity", value=value, unit="", config={"group": group})]
 
 
 def replay_row(path: Path) -> Row:

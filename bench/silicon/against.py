@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ess.bench.harness.output.agreement import agreement
-from ess.bench.harness.report import Row
+from ess.bench.harness.report import Row, compare
 from ess.bench.silicon.floor import floor_rows
 from ess.bench.silicon.outcome import Outcome
 from ess.sim.decode_step import Scenario, simulate
@@ -179,16 +179,13 @@ def _row(outcome: Outcome) -> Row:
 def _bound(told: Row) -> Row:
     """A bound is met where we predict that more is possible than was reached."""
     assert told.baseline_value is not None, f"{told.name}: a bound without a measurement"
-    least = told.value / told.baseline_value
-    return Row(
+    return compare(
         name=f"{told.name}, bound",
-        value=told.value,
         unit=told.unit,
-        baseline="reached",
-        baseline_value=told.baseline_value,
-        ratio=least,
+        ours=[told.value],
+        baseline=("reached", [told.baseline_value]),
+        better="higher",
         target=1.0,
-        met=least >= 1.0,
         config={key: value for key, value in told.config.items() if key != "error"},
     )
 

@@ -31,7 +31,7 @@ def check_folder(folder: Path | None) -> None:
 
 
 def draw_locality(locality: Locality, folder: Path) -> None:
-    layers = _layer_names(len(locality.within))
+    layers = [*map(str, range(len(locality.within) - 1)), "MTP"]
     at = min(range(len(locality.ratios)), key=lambda place: abs(locality.ratios[place] - 0.2))
     ratio = locality.ratios[at]
 
@@ -128,10 +128,6 @@ def draw_timeline(path: Path, title: str, spans: Sequence[Span], *, share: float
         axes.set_xlabel("microseconds from the start of the step")
 
     _figure(path, f"The first {share:.0%} of a step, {title}", timeline)
-
-
-def _layer_names(count: int) -> list[str]:
-    return [*(f"{layer}" for layer in range(count - 1)), "MTP"]
 
 
 def _line(axes: Any, points: Sequence[tuple[float, float]], color: str, label: str) -> None:
