@@ -209,9 +209,9 @@ def style_of(
     folder = Folder(path)
     try:
         if template is None and is_deepseek:
-            is_v4 = _model_type(folder) == "deepseek_v4"
+            is_v4 = folder.read_json_or_empty(CONFIG_FILE).get("model_type") == "deepseek_v4"
             return DeepSeekStyle.v4() if is_v4 else DeepSeekStyle()
-        known = folder.read_json(TOKENIZER_CONFIG_FILE) if _has_config(folder) else {}
+        known = folder.read_json_or_empty(TOKENIZER_CONFIG_FILE)
         source, with_tools = (template, None) if template is not None else _sources(folder, known)
     finally:
         folder.close()
@@ -219,15 +219,6 @@ def style_of(
         return PlainStyle()
     replies = replies_of(tokenizer, source + (with_tools or ""))
     return TemplateStyle(source, tool_source=with_tools, replies=replies, marks=_marks(known))
-
-
-def _has_config(folder: Folder) -> bool:
-    return TOKENIZER_CONFIG_FILE in folder.names()
-
-
-def _model_type(folder: Folder) -> object:
-    names = folder.names()
-    return folder.read_json(CONFIG_FILE).get("model_type") if CONFIG_FILE in names else None
 
 
 def _sources(folder: Folder, known: Mapping[str, Any]) -> tuple[str | None, str | None]:

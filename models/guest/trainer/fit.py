@@ -113,14 +113,11 @@ class Fitting:
             for group in optimiser.param_groups:
                 group["lr"] = recipe.rate * min(1.0, (step + 1) / 10) * (1 - 0.95 * share)
             picked = torch.randint(len(sequences), (recipe.batch,)).tolist()
-            loss = torch.stack([self._loss(sequences[n]) for n in picked]).mean()
+            loss = torch.stack([self._compared(sequences[n])[0] for n in picked]).mean()
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
-
-    def _loss(self, seen: LayerInputs) -> Tensor:
-        return self._compared(seen)[0]
 
     def _compared(self, seen: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
         """The divergence, the model's attention and the indexer's scores of some queries."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 _TEXT = """---
@@ -87,14 +86,6 @@ positions can hold all of it, so a high recall is easier here than in a large mo
 """
 
 
-def _quote(sample: str) -> str:
-    return "> " + " ".join(sample.split()) + "\n"
-
-
-def _row(values: list[str]) -> str:
-    return " | ".join(values)
-
-
 def card_text(numbers: dict[str, Any], training: dict[str, Any], note: str) -> str:
     """The card. `training` has tokens, minutes and workers of the run; `note` its history."""
     recall, corpus = numbers["recall"], numbers["corpus"]
@@ -121,14 +112,10 @@ def card_text(numbers: dict[str, Any], training: dict[str, Any], note: str) -> s
         peaked=_PEAKED.format(top_k=numbers["top_k"]) if min(bests) > 0.999 else "",
         note=f"{note} " if note else "",
         packages="\n".join(packages),
-        layers=_row(names),
+        layers=" | ".join(names),
         dashes="---|" * (len(names) - 1) + "---",
-        captured=_row([f"{row['captured']:.3f}" for row in recall]),
-        best=_row([f"{row['best']:.3f}" for row in recall]),
-        samples="\n".join(_quote(sample) for sample in numbers["samples"]),
+        captured=" | ".join(f"{row['captured']:.3f}" for row in recall),
+        best=" | ".join(f"{row['best']:.3f}" for row in recall),
+        samples="\n".join(f"> {' '.join(sample.split())}\n" for sample in numbers["samples"]),
         corpus="\n".join(texts),
     )
-
-
-def write_card(path: Path, numbers: dict[str, Any], training: dict[str, Any], note: str) -> None:
-    path.write_text(card_text(numbers, training, note))

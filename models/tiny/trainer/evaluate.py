@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from ess.errors import BadInput
-from ess.models.tiny.trainer.card import write_card
+from ess.models.tiny.trainer.card import card_text
 from ess.models.tiny.trainer.export import CHECKPOINT, load_network
 from ess.models.tiny.trainer.losses import token_nats
 from ess.models.tiny.trainer.network import Network, Trace
@@ -246,7 +246,7 @@ def main(
     print(json.dumps({name: held for name, held in numbers.items() if name != "corpus"}, indent=1))
     if card:
         training = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
-        write_card(checkpoint / "README.md", numbers, training, note)
+        (checkpoint / "README.md").write_text(card_text(numbers, training, note))
 
 
 if __name__ == "__main__":

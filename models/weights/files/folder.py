@@ -89,6 +89,10 @@ class Folder:
     def read_json(self, name: str) -> dict[str, Any]:
         return parse_object(self.read(name), what=name)
 
+    def read_json_or_empty(self, name: str) -> dict[str, Any]:
+        """The object of a file that a folder may lack."""
+        return self.read_json(name) if name in self.names() else {}
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

@@ -237,14 +237,11 @@ class Deduplicator:
     def _is_new(self, paragraph: str) -> bool:
         if len(paragraph) < PARAGRAPH_LENGTH_MIN:
             return True
-        keys = [_key(paragraph), *_line_keys(paragraph)]
+        long = (line for line in paragraph.split("\n") if len(line) >= LINE_LENGTH_MIN)
+        keys = [_key(paragraph), *map(_key, long)]
         fresh = keys[0] not in self.seen and self.forbidden.isdisjoint(keys)
         self.seen.update(keys)
         return fresh
-
-
-def _line_keys(paragraph: str) -> list[bytes]:
-    return [_key(line) for line in paragraph.split("\n") if len(line) >= LINE_LENGTH_MIN]
 
 
 def fetch(package: Package, folder: Path) -> Path:

@@ -61,8 +61,7 @@ def read_checkpoint(model: str) -> Checkpoint:
     folder = Folder(path)
     try:
         raw = folder.read_json("config.json")
-        has_defaults = "generation_config.json" in folder.names()
-        recommended = folder.read_json("generation_config.json") if has_defaults else {}
+        recommended = folder.read_json_or_empty("generation_config.json")
     finally:
         folder.close()
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
