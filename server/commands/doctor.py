@@ -56,6 +56,11 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     hint: str = ""
 
 
+def checked(name: str, state: str, hint: str = "", bad: Grade = "warn") -> Check:
+    """Good where there is nothing to do about it."""
+    return Check(name=name, grade=bad if hint else "ok", state=state, hint=hint)
+
+
 def doctor(*, port: int = 8000, transfer_host: str = "127.0.0.1", json: bool = False) -> int:
     """Check this machine and end with a decode, offloaded against resident.
 
@@ -114,20 +119,15 @@ def _here(port: int, transfer_host: str) -> Iterator[Check]:
 
 
 def _python() -> Check:
-    good = sys.version_info >= (3, 11)
-    return Check(
-        name="python",
-        grade="ok" if good else "fail",
-        state=platform.python_version(),
-        hint="" if good else "3.11 or newer is needed",
-    )
+    hint = "" if sys.version_info >= (3, 11) else "3.11 or newer is needed"
+    return checked("python", platform.python_version(), hint, bad="fail")
 
 
 def _package(name: str) -> Check:
     try:
-        return Check(name=name, grade="ok", state=metadata.version(name))
+        return checked(name, metadata.version(name))
     except metadata.PackageNotFoundError:
-        return Check(name=name, grade="fail", state="missing", hint="pip install 'ess[serve]'")
+        return checked(name, "missing", "pip install 'ess[serve]'", bad="fail")
 
 
 def _placeholder(name: str) -> Iterator[Check]:
@@ -138,30 +138,29 @@ def _placeholder(name: str) -> Iterator[Check]:
         return
     if version in ("1.0.0", "1.0.0.dev0"):
         hint = f"pip uninstall {name}; the working package is sgl-{name}"
-        yield Check(name=name, grade="warn", state=f"{version}, a placeholder", hint=hint)
+        yield checked(name, f"{version}, a placeholder", hint)
 
 
 def _native() -> Check:
     if native.available():
         tiles = ", products of bf16 by tiles" if native.has_tiles() else ""
         state = f"{native.isa()}, compute by {native.kernels()}{tiles}"
-        return Check(name="native kernels", grade="ok", state=state)
+        return checked("native kernels", state)
     hint = "build with a C++17 compiler; until then torch does it, slower"
-    return Check(name="native kernels", grade="warn", state="missing", hint=hint)
+    return checked("native kernels", "missing", hint)
 
 
 def _rows() -> Check:
     """Times the ways of gathering now, unless an earlier process on this machine has."""
     try:
-        state = said_of(settle())
+        return checked("row moves", said_of(settle()))
     except BadInput as error:
-        return Check(name="row moves", grade="fail", state="not settled", hint=str(error))
-    return Check(name="row moves", grade="ok", state=state)
+        return checked("row moves", "not settled", str(error), bad="fail")
 
 
 def said_of(choices: Sequence[Choice]) -> str:
-    """The way for most gathers, then that of each class that has another, with its gain if it was
-    found by timing."""
+    """The way for most gathers, then that of each class that has another, with its gain if the
+    ways were timed."""
     if not choices:
         return "by NumPy"
     usual = Counter(choice.way for choice in choices).most_common(1)[0][0]
@@ -177,34 +176,28 @@ def said_of(choices: Sequence[Choice]) -> str:
 def _memory() -> Check:
     """Free memory, which a server's pools are cut from."""
     free = memory_free()
-    enough = free >= HOST_BYTES_MIN
-    hint = "" if enough else "give --host-bytes less than a quarter of what is free"
-    state = f"{format_bytes(free)} free"
-    return Check(name="memory", grade="ok" if enough else "warn", state=state, hint=hint)
+    less = "give --host-bytes less than a quarter of what is free"
+    return checked("memory", f"{format_bytes(free)} free", less if free < HOST_BYTES_MIN else "")
 
 
 def _locked() -> Check:
     """Pinned memory counts against this limit where a GPU driver does not lift it."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
-        return Check(name="locked memory", grade="ok", state="unlimited")
+        return checked("locked memory", "unlimited")
     if shutil.which("nvidia-smi") is None:
-        state = f"{format_bytes(limit)}: enough without a GPU"
-        return Check(name="locked memory", grade="ok", state=state)
+        return checked("locked memory", f"{format_bytes(limit)}: enough without a GPU")
     hint = "ulimit -l unlimited, if rows are to be pinned for a GPU"
-    return Check(name="locked memory", grade="warn", state=format_bytes(limit), hint=hint)
+    return checked("locked memory", format_bytes(limit), hint)
 
 
 def _shared() -> Check:
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
-        return Check(name="/dev/shm", grade="warn", state="missing", hint="mount a tmpfs there")
-    small = free < 64 << 20
-    hint = "docker run --shm-size 1g, if ranks are to share a pool" if small else ""
-    return Check(
-        name="/dev/shm", grade="warn" if small else "ok", state=format_bytes(free), hint=hint
-    )
+        return checked("/dev/shm", "missing", "mount a tmpfs there")
+    more = "docker run --shm-size 1g, if ranks are to share a pool"
+    return checked("/dev/shm", format_bytes(free), more if free < 64 << 20 else "")
 
 
 def _huge_pages() -> Check:
@@ -212,13 +205,10 @@ def _huge_pages() -> Check:
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/defrag").read_text()
     except OSError:
-        return Check(name="huge pages", grade="ok", state="not configurable here")
+        return checked("huge pages", "not configurable here")
     chosen = text.partition("[")[2].partition("]")[0]
-    slow = chosen == "always"
-    hint = "echo madvise > /sys/kernel/mm/transparent_hugepage/defrag" if slow else ""
-    return Check(
-        name="huge pages", grade="warn" if slow else "ok", state=f"defrag {chosen}", hint=hint
-    )
+    faster = "echo madvise > /sys/kernel/mm/transparent_hugepage/defrag"
+    return checked("huge pages", f"defrag {chosen}", faster if chosen == "always" else "")
 
 
 def _device() -> Iterator[Check]:
@@ -230,13 +220,13 @@ def _device() -> Iterator[Check]:
     try:
         report = ask(0)
     except Unavailable as error:
-        yield Check(name="device", grade="warn", state="it does not answer", hint=str(error))
+        yield checked("device", "it does not answer", str(error))
         return
     sees = f"{report.name}, {report.arch}, {format_bytes(report.free_bytes)} free"
-    if why := report.why_not("cuda"):
-        yield Check(name="device", grade="warn", state=sees, hint=why)
+    why = report.why_not("cuda")
+    yield checked("device", sees, why)
+    if why:
         return
-    yield Check(name="device", grade="ok", state=sees)
     yield from _triton()
     yield from _device_decode()
     if (count := min(report.count, report.torch_count)) > 1:
@@ -250,24 +240,23 @@ def _triton() -> Iterator[Check]:
         return
     is_tuned = version.startswith(f"{TRITON}.")
     hint = "" if is_tuned else f"kernels are tuned to {TRITON}: pip install 'triton=={TRITON}.*'"
-    yield Check(name="triton", grade="ok" if is_tuned else "warn", state=version, hint=hint)
+    yield checked("triton", version, hint)
 
 
 def _no_device(missing: str) -> Check:
     """One line. A GPU that only the system's own tools see gets a hint."""
     why = missing.partition(":")[0].rstrip(".")
     if shutil.which("nvidia-smi") is None:
-        state = f"none ({why}); `ess serve` runs on the CPU"
-        return Check(name="device", grade="ok", state=state)
+        return checked("device", f"none ({why}); `ess serve` runs on the CPU")
     hint = "pip install 'ess[serve,cuda]', torch for CUDA, a driver of CUDA 13 or later"
-    return Check(name="device", grade="warn", state=f"nvidia-smi is here, but {why}", hint=hint)
+    return checked("device", f"nvidia-smi is here, but {why}", hint)
 
 
 def _device_decode() -> Iterator[Check]:
     console.note("ess: decoding a little on the device; its kernels are compiled first ...")
     printed, fault = answer_of("-m", DEVICE_TRIAL, "0", limit_s=TRIAL_S)
     if fault:
-        yield Check(name="device decode", grade="fail", state="the trial failed", hint=fault)
+        yield checked("device decode", "the trial failed", fault, bad="fail")
         return
     yield from judged_on_device(msgspec.json.decode(printed))
 
@@ -277,13 +266,13 @@ def judged_on_device(trial: dict[str, Any]) -> Iterator[Check]:
     times = f"{trial['device_s']:.2f} s there, {trial['host_s']:.2f} s on the CPU"
     if trial["same"]:
         state = f"the CPU's tokens, {trial['miss_count']:,} rows fetched; {times}"
-        yield Check(name="device decode", grade="ok", state=state)
+        yield checked("device decode", state)
     else:
         hint = "a wrong answer: do not serve from this device"
-        yield Check(name="device decode", grade="fail", state=f"other tokens; {times}", hint=hint)
+        yield checked("device decode", f"other tokens; {times}", hint, bad="fail")
     for line in trial["kernels"]:
         kind, _, chosen = line.partition(": ")
-        yield Check(name=kind, grade="ok", state=chosen)
+        yield checked(kind, chosen)
 
 
 def _device_ranks(count: int) -> Check:
@@ -292,7 +281,7 @@ def _device_ranks(count: int) -> Check:
     printed, fault = answer_of("-m", EXCHANGE_TRIAL, str(count), limit_s=TRIAL_S)
     if fault:
         hint = f"{fault}; until that is mended serve without --dp-size"
-        return Check(name="ranks", grade="warn", state=f"no exchange of {count}", hint=hint)
+        return checked("ranks", f"no exchange of {count}", hint)
     return judged_exchange(msgspec.json.decode(printed))
 
 
@@ -305,12 +294,9 @@ def judged_exchange(trial: dict[str, Any]) -> Check:
     if trial["wrong"]:
         ranks = ", ".join(map(str, trial["wrong"]))
         hint = f"wrong sums on devices {ranks}: do not serve with --dp-size from these devices"
-        return Check(name="ranks", grade="fail", state=state, hint=hint)
-    hint = "give --device-bytes less: what exchanges take is underestimated"
-    fits = taken <= estimated
-    return Check(
-        name="ranks", grade="ok" if fits else "warn", state=state, hint="" if fits else hint
-    )
+        return checked("ranks", state, hint, bad="fail")
+    less = "give --device-bytes less: what exchanges take is underestimated"
+    return checked("ranks", state, less if taken > estimated else "")
 
 
 def _port(port: int) -> Check:
@@ -320,8 +306,8 @@ def _port(port: int) -> Check:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             hint = "stop what listens there, or serve with --port"
-            return Check(name="port", grade="warn", state=f"{port}: {error.strerror}", hint=hint)
-    return Check(name="port", grade="ok", state=f"{port} is free")
+            return checked("port", f"{port}: {error.strerror}", hint)
+    return checked("port", f"{port} is free")
 
 
 def _transport(kind: str, host: str) -> Check:
@@ -334,16 +320,16 @@ def _stages() -> Check:
     asked = "from torch import distributed as d; print(d.is_available() and d.is_gloo_available())"
     printed, _ = answer_of("-c", asked, limit_s=TRIAL_S)
     if printed == "True":
-        return Check(name="stages", grade="ok", state="gloo: `ess prefill --pp-size` can run")
+        return checked("stages", "gloo: `ess prefill --pp-size` can run")
     hint = "a torch with gloo is needed for --pp-size, --tp-size and --cp-size"
-    return Check(name="stages", grade="warn", state="this torch has no gloo", hint=hint)
+    return checked("stages", "this torch has no gloo", hint)
 
 
 def _decode() -> Check:
     console.note("ess: decoding a little, offloaded and resident, which takes some seconds ...")
     printed, fault = answer_of("-m", TRIAL, limit_s=TRIAL_S)
     if fault:
-        return Check(name="decode", grade="fail", state="the trial failed", hint=fault)
+        return checked("decode", "the trial failed", fault, bad="fail")
     return judged(msgspec.json.decode(printed))
 
 
@@ -351,9 +337,9 @@ def judged(trial: dict[str, Any]) -> Check:
     times = f"{trial['offload_s']:.2f} s offloaded, {trial['resident_s']:.2f} s resident"
     if not trial["same"]:
         hint = "a wrong answer: do not serve from this machine"
-        return Check(name="decode", grade="fail", state=f"other tokens; {times}", hint=hint)
+        return checked("decode", f"other tokens; {times}", hint, bad="fail")
     state = f"the same tokens, {trial['miss_count']:,} rows fetched; {times}"
-    return Check(name="decode", grade="ok", state=state)
+    return checked("decode", state)
 
 
 def _print(check: Check, *, hint: str) -> None:
