@@ -285,7 +285,8 @@ def _shown(client: Client, ends: str = "Ctrl-C ends") -> Table:
     table.add_row("state", load.get("state", "-"), silent)
     running = f"of {load['max_running_requests']}"
     table.add_row("running", f"{load['num_running_reqs']}", running)
-    table.add_row("waiting", f"{load['num_waiting_reqs']}", _limited(load))
+    short = f"short of {load['limiter']}" if load["limiter"] else ""
+    table.add_row("waiting", f"{load['num_waiting_reqs']}", short)
     table.add_row("oldest wait", f"{load['oldest_wait_s']:.1f} s", "without a token")
     table.add_row("tokens/s", f"{load['gen_throughput']:,.1f}", "")
     table.add_row("tokens/step", f"{load['tokens_per_turn']:.2f}", "per request")
@@ -329,7 +330,3 @@ def _add_handoff(table: Table, handoff: Mapping[str, Any]) -> None:
     for peer in handoff["peers"]:
         heard = f"heard {peer['heard_s']:.1f} s ago" if peer["is_up"] else "not heard"
         table.add_row(peer["address"], "up" if peer["is_up"] else "down", heard)
-
-
-def _limited(load: Mapping[str, Any]) -> str:
-    return f"short of {load['limiter']}" if load["limiter"] else ""

@@ -75,21 +75,13 @@ class Bound:
 
 
 BOUNDS: Final = (
-    Bound(
-        what="prompts and answers in one request",
-        most=f"{PROMPTS_MAX}",
-        beyond="400",
-    ),
+    Bound(what="prompts and answers in one request", most=f"{PROMPTS_MAX}", beyond="400"),
     Bound(
         what="the characters of all texts of a request",
         most=f"{TEXT_CHARS_MAX:,}, and no text longer than the longest request could be",
         beyond="400 before anything is encoded",
     ),
-    Bound(
-        what="the tokens of all prompts of a request",
-        most=f"{PROMPT_IDS_MAX:,}",
-        beyond="400",
-    ),
+    Bound(what="the tokens of all prompts of a request", most=f"{PROMPT_IDS_MAX:,}", beyond="400"),
     Bound(
         what="messages; tools; entries of logit_bias, of stop_token_ids",
         most=f"{MESSAGES_MAX:,}; {TOOLS_MAX:,}; {BIASES_MAX:,} each",
@@ -123,16 +115,9 @@ BOUNDS: Final = (
         setting="--max-connections",
     ),
     Bound(
-        what="a request's line and headers",
-        most="32KiB",
-        beyond="431",
-        setting="--header-bytes",
+        what="a request's line and headers", most="32KiB", beyond="431", setting="--header-bytes"
     ),
-    Bound(
-        what="headers of a request",
-        most=f"{HEADERS_MAX}",
-        beyond="431",
-    ),
+    Bound(what="headers of a request", most=f"{HEADERS_MAX}", beyond="431"),
     Bound(
         what="time for a request's line and headers",
         most=f"{HEAD_S:g} s",
@@ -143,12 +128,7 @@ BOUNDS: Final = (
         most=f"{PIPELINED_MAX}",
         beyond="the connection is closed",
     ),
-    Bound(
-        what="a body",
-        most="32MiB",
-        beyond="413",
-        setting="--body-bytes",
-    ),
+    Bound(what="a body", most="32MiB", beyond="413", setting="--body-bytes"),
     Bound(
         what="bodies that are being received, together",
         most=f"{BODIES_MAX} of the longest",
@@ -198,11 +178,7 @@ BOUNDS: Final = (
         most=f"{LINGER_S:g} s",
         beyond="the connection is closed",
     ),
-    Bound(
-        what="a grammar: its text",
-        most=f"{grammar.GRAMMAR_BYTES_MAX >> 10} KiB",
-        beyond="400",
-    ),
+    Bound(what="a grammar: its text", most=f"{grammar.GRAMMAR_BYTES_MAX >> 10} KiB", beyond="400"),
     Bound(
         what="a grammar: processor time to compile it",
         most=f"{COMPILE_CPU_S:g} s",
@@ -223,11 +199,7 @@ BOUNDS: Final = (
         most=f"{grammar.COMPILING_MAX}, {grammar.ROOMS_MAX}",
         beyond="the request waits",
     ),
-    Bound(
-        what="cache_salt, extra_key",
-        most=f"{NAME_CHARS_MAX} characters",
-        beyond="400",
-    ),
+    Bound(what="cache_salt, extra_key", most=f"{NAME_CHARS_MAX} characters", beyond="400"),
     Bound(
         what="bad_words",
         most=f"{BAD_WORDS_MAX} words of {BAD_WORD_CHARS_MAX} characters",

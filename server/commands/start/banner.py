@@ -136,14 +136,9 @@ def _rooms(plan: MemoryPlan) -> Table:
     table = _grid("right", "left", "right", "left")
     for room in plan.rooms:
         limiter = room.limiter.replace("_", "-")
-        table.add_row(
-            f"{room.count:,}", _requests_of(room.count), f"{room.length:,}", f"limited by {limiter}"
-        )
+        of = "request of" if room.count == 1 else "requests of"
+        table.add_row(f"{room.count:,}", of, f"{room.length:,}", f"limited by {limiter}")
     return table
-
-
-def _requests_of(count: int) -> str:
-    return "request of" if count == 1 else "requests of"
 
 
 def _urls(settings: Settings, url: str) -> Table:

@@ -178,9 +178,12 @@ async def health_generate(request: Request) -> Response:
     service.check_making()
     try:
         await _one_token(service, request.state.request_id)
-    except (Refused, TimeoutError) as error:
+    except Refused:
         if not _is_making(service):
-            raise _no_token(service) if isinstance(error, TimeoutError) else error from None
+            raise
+    except TimeoutError:
+        if not _is_making(service):
+            raise Unavailable(f"no token within {service.limits.probe_s:g} s") from None
     return answer({"status": "ok"})
 
 
@@ -200,10 +203,6 @@ def _is_making(service: Service) -> bool:
     since_s = service.clock.now_s() - service.limits.probe_s
     counts = [status.made_count for at_s, status in service.board.recent if at_s >= since_s]
     return len(counts) > 1 and counts[-1] > counts[0]
-
-
-def _no_token(service: Service) -> Unavailable:
-    return Unavailable(f"no token within {service.limits.probe_s:g} s")
 
 
 async def loads(request: Request) -> Response:
