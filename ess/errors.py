@@ -61,8 +61,14 @@ class PoolFull(EssError):
 
 
 def reason_of(error: Exception) -> str:
-    """Why a call failed: of an OSError the reason alone, without its number and file."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    """Why a call failed: of an OSError the reason alone, without its number and file; of an error
+    without words its kind.
+
+    >>> reason_of(FileNotFoundError(2, "No such file", "x.trace")), reason_of(TimeoutError())
+    ('No such file', 'TimeoutError')
+    """
+    said = error.strerror if isinstance(error, OSError) else None
+    return said or str(error) or type(error).__name__
 
 
 def unreadable(named: str, error: Exception) -> BadInput:

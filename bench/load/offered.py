@@ -16,7 +16,7 @@ from typing import Any
 
 from ess.bench.harness.measure.streaming import TimedAnswer, streamed
 from ess.bench.load.prompts import LoadRequest
-from ess.errors import BadState
+from ess.errors import BadState, reason_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ async def offer(
                 if not seen.events_s:
                     raise BadState("the stream ended without a token")
             except (BadState, OSError, ValueError) as error:
-                offered.failures.append(_named(error))
+                offered.failures.append(reason_of(error))
                 return
             offered.seen.append(seen)
             offered.sent_s.append(sent_s - begun_s)
@@ -74,10 +74,6 @@ async def offer(
             f"{target.url}: all {offered.count} requests failed, first: {offered.failures[0]}"
         )
     return offered
-
-
-def _named(error: Exception) -> str:
-    return str(error) or type(error).__name__
 
 
 def body_of(target: Target, ask: LoadRequest) -> dict[str, Any]:

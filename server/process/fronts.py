@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from ess import console
+from ess.errors import reason_of
 from ess.server.process.child import Child
 from ess.server.process.link import EngineLink
 from ess.server.process.listening.stand_in import StandIn
@@ -163,4 +164,4 @@ class Fronts:
 
 
 def _no_start(error: OSError) -> str:
-    return f"it cannot be started: {error.strerror or error}"
+    return f"it cannot be started: {reason_of(error)}"

@@ -126,7 +126,7 @@ def test_a_router_that_is_away_keeps_nobody_from_serving(tmp_path: Path):
         process.process.send_signal(signal.SIGTERM)
         assert process.ended(30) == 0
     said = log.read_text()
-    assert said.count("is not told of this worker: [Errno 111] Connection refused") >= 1
+    assert said.count("is not told of this worker: Connection refused") >= 1
     assert said.count(f"knows this worker as {process.url}") >= 1
     assert "cannot be told that this worker leaves" in said
 

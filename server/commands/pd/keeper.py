@@ -19,6 +19,7 @@ import msgspec
 
 from ess import console
 from ess.clock import Clock
+from ess.errors import reason_of
 from ess.server.commands.pd.leashed import Program
 from ess.server.commands.pd.orphans import Orphans
 from ess.server.process.child import Child, End
@@ -144,7 +145,7 @@ class Keeper:
                 Child.start(LEASHED, program, environment=self._environment, is_heard=True)
             )
         except OSError as error:
-            return End(f"it cannot be started: {error.strerror or error}", is_by_code=False)
+            return End(f"it cannot be started: {reason_of(error)}", is_by_code=False)
         self.pid = child.pid
         hearing = [
             asyncio.ensure_future(heard)

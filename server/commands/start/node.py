@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from ess import console
+from ess.errors import reason_of
 from ess.server.process.engines.group import EngineGroup, Loss
 
 AGAIN_S: Final = 0.5
@@ -59,7 +60,7 @@ class Node:
         try:
             group = await self._start(number)
         except OSError as error:  # too many processes or files, too little memory: for now
-            return Loss(f"a process cannot be started: {error.strerror or error}")
+            return Loss(f"a process cannot be started: {reason_of(error)}")
         loss = await self._unless_ended(group.lost(stopped_s=STOPPED_S))
         await group.stop(within_s=STOP_S if loss is None else 0.0)
         return loss

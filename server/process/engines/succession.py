@@ -24,6 +24,7 @@ from typing import Final
 
 from ess import console
 from ess.clock import Clock
+from ess.errors import reason_of
 from ess.server.process.engines.group import LOOK_S, SEEN_S, EngineGroup, Loss
 from ess.server.process.engines.restarts import Restarts
 from ess.server.process.fronts import Fronts, endpoint_of
@@ -140,7 +141,7 @@ class Succession:
             self._listen()
             self._group = group = await self._given.start(self._number)
         except OSError as error:  # too many processes or files, too little memory: for now
-            return Loss(f"it cannot be started: {error.strerror or error}")
+            return Loss(f"it cannot be started: {reason_of(error)}")
         tasks = [
             asyncio.ensure_future(task)
             for task in (self._hear(), self._watch(group), self._watch_silence(), self._greet())

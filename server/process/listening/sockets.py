@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ess.errors import Unavailable
+from ess.errors import Unavailable, reason_of
 from ess.ports import ANOTHER, not_listening
 
 BACKLOG: Final = 2048
@@ -60,7 +60,7 @@ def listen_at(path: Path, count: int = 1) -> list[socket.socket]:
         made.listen(BACKLOG)
     except OSError as error:
         made.close()
-        raise Unavailable(f"cannot listen on {path}: {error.strerror or error}") from None
+        raise Unavailable(f"cannot listen on {path}: {reason_of(error)}") from None
     finally:
         os.umask(before)
     made.setblocking(False)

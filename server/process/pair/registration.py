@@ -22,7 +22,7 @@ import msgspec
 
 from ess import console
 from ess.decoding import UNDECODABLE
-from ess.errors import Unavailable
+from ess.errors import Unavailable, reason_of
 from ess.server.commands.start.settings import Settings
 
 SEE_EVERY_S: Final = 5.0
@@ -93,7 +93,7 @@ class Registration:
                 known = await asyncio.to_thread(self._see)
                 self._say(f"knows this worker as {known}")
             except Exception as error:  # also of the system, which may have no thread left
-                self._say(f"is not told of this worker: {_why(error)}")
+                self._say(f"is not told of this worker: {reason_of(error)}")
             await asyncio.sleep(SEE_EVERY_S)
 
     async def leave(self) -> None:
@@ -104,7 +104,7 @@ class Registration:
         try:
             await asyncio.to_thread(self._withdraw)
         except Exception as error:
-            self._say(f"cannot be told that this worker leaves: {_why(error)}")
+            self._say(f"cannot be told that this worker leaves: {reason_of(error)}")
 
     def _see(self) -> str:
         with self._asks:
@@ -135,10 +135,6 @@ class Registration:
         if what != self._said:
             console.note(f"ess: the router {self._router.url} {what}")
         self._said = what
-
-
-def _why(error: Exception) -> str:
-    return str(error) or type(error).__name__
 
 
 def seen_from(router: Router, url: str) -> str:
