@@ -61,7 +61,7 @@ class Router:
             answer = connection.getresponse()
             content = answer.read(ANSWER_BYTES_MAX)
         except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(str(error) or type(error).__name__) from None
+            raise Unavailable(reason_of(error)) from None
         finally:
             connection.close()
         if not 200 <= answer.status < 300:
