@@ -9,7 +9,7 @@ NATIVE := $(shell find csrc/cpu csrc/residency -name '*.cpp' -o -name '*.h')
 # Where two targets are asked for, the second runs even if the first has failed.
 MAKEFLAGS += --keep-going
 
-.PHONY: serve test test-long campaign check bench test-gpu bench-gpu first-day wheels clean
+.PHONY: serve test test-long campaign check bench test-gpu bench-gpu first-day wheels libraries clean
 
 # The native library is compiled in place while packages come, so pip is to leave it alone: to pip
 # it is optional, and with such a compiler it is missing. The CPU build of torch is pinned first: a
@@ -100,6 +100,7 @@ KEPT = 2>&1 $(if $(OUT),| tee $(OUT)/$@.txt)
 
 WHEELS := build/wheels
 CARRIED := build/site
+COMPARED := build/compared
 WHEELS_FOR ?= 3.12
 SERVE_ALONE = annotated-doc annotated-types anyio attrs click cyclopts docstring-parser docutils \
 	fastapi h11 httptools idna llguidance msgspec opentelemetry-api pydantic pydantic-core pyzmq \
@@ -110,19 +111,32 @@ test-gpu bench-gpu first-day: export PYTHONPATH := $(if $(wildcard $(WHEELS)),$(
 test-gpu bench-gpu first-day: SHELL := /bin/bash
 test-gpu bench-gpu first-day: .SHELLFLAGS := -o pipefail -c
 test-gpu bench-gpu first-day: $(if $(wildcard $(WHEELS)),$(CARRIED))
+bench-gpu first-day: $(if $(wildcard build/libraries),$(COMPARED))
+
+define FETCH
+	rm -rf $(1)
+	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --implementation cp \
+		--python-version $(WHEELS_FOR) $(foreach n,17 24 27 28 31,--platform manylinux_2_$(n)_x86_64) \
+		--platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d $(1) $(2)
+endef
 
 # What `ess serve` and `ess doctor` need beside torch and what its images bring.
 wheels:
-	rm -rf $(WHEELS)
-	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --implementation cp \
-		--python-version $(WHEELS_FOR) $(foreach n,17 24 27 28 31,--platform manylinux_2_$(n)_x86_64) \
-		--platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d $(WHEELS) $(SERVE_ALONE)
+	$(call FETCH,$(WHEELS),$(SERVE_ALONE))
+
+# FlashMLA and DeepGEMM for torch 2.11 on CUDA 13; torch 2.13 takes sgl-deep-gemm 0.1.7. They compile
+# as they run and would be in use in every engine, so only benchmarks that compare with them see them.
+LIBRARIES ?= sgl-flash-mla==1.0.0 sgl-deep-gemm==0.1.5.post1 apache-tvm-ffi==0.1.11
+libraries:
+	$(call FETCH,build/libraries,$(LIBRARIES))
 
 # Wheels of another Python than the machine's cost the servers, and not the day.
 $(CARRIED): $(wildcard $(WHEELS)/*.whl)
+$(COMPARED): $(wildcard build/libraries/*.whl)
+$(CARRIED) $(COMPARED):
 	mkdir -p $@
 	$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $@ $^ || \
-		echo "$(WHEELS) cannot be unpacked: what needs these packages is skipped"
+		echo "the wheels of $@ cannot be unpacked: what needs these packages is skipped"
 	touch $@
 
 test-gpu:

@@ -35,13 +35,13 @@ def attend_benchmark(*, smoke: bool) -> Iterator[Row]:
         yield from bench.in_place(PLACED[:1] if smoke else PLACED)
 
 
-def others_benchmark(*, smoke: bool) -> Iterator[Row]:
+def others_benchmark(*, smoke: bool, replays: int = REPLAYS) -> Iterator[Row]:
     chosen = choice.choose(torch.device("cuda"))
     for said in chosen.lines:
         print(said, file=sys.stderr)
     if chosen.attention is None and chosen.indexer is None:
         return
-    for bench in benches(smoke=smoke):
+    for bench in benches(smoke=smoke, replays=replays):
         if chosen.attention is not None:
             yield from bench.flash_mla(chosen.attention)
         if chosen.indexer is not None:
@@ -53,6 +53,13 @@ def attend_kernels() -> None:
         for _ in bench.in_place(PLACED):
             pass
         del bench
+
+
+def others_kernels() -> None:
+    """DeepGEMM compiles its programs as they are first called, which takes longer than to time
+    them."""
+    for _ in others_benchmark(smoke=False, replays=1):
+        pass
 
 
 def benches(*, smoke: bool, replays: int = REPLAYS) -> Iterator[Bench]:

@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -69,9 +69,13 @@ KERNELS: Final = {
     "layer": "ess.bench.gpu.layer:layer_kernels",
     "attend": "ess.bench.gpu.attend:attend_kernels",
     "experts": "ess.bench.gpu.experts:experts_kernels",
+    "others": "ess.bench.gpu.attend:others_kernels",
     "shapes": "ess.bench.gpu.shapes:shapes_kernels",
 }
 """What launches the kernels of each once; the rest launches none that these do not."""
+COMPARING: Final = ("experts", "others")
+COMPARED: Final = Path(__file__).resolve().parents[2] / "build" / "compared"
+"""Other libraries that `make libraries` has fetched: these benchmarks alone import them."""
 COMPILE_S: Final = 85.0
 GONE_S: Final = 5.0
 """A process that waits in the driver may not end even when it is killed."""
@@ -144,24 +148,26 @@ def compile_kernels(names: Sequence[str], *, limit_s: float) -> bool:
 
 def launch_all(name: str) -> None:
     try:
-        launch = load(KERNELS[name])
+        launch = load(name, KERNELS)
     except ImportError as error:
         print(f"{name}: not compiled, {error}", file=sys.stderr)
         return
     launch()
 
 
-def load(place: str) -> Callable[..., Any]:
+def load(name: str, places: Mapping[str, str]) -> Callable[..., Any]:
     """Most need torch and Triton, which a bare machine may lack."""
-    home, _, name = place.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(home), name)
+    if name in COMPARING and COMPARED.is_dir():
+        sys.path.append(str(COMPARED))
+    home, _, called = places[name].partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(home), called)
     return function
 
 
 def measure_one(name: str, *, smoke: bool, brief: bool, out: Path | None) -> bool:
     """Writes the results after every row, so that a later failure loses none."""
     try:
-        benchmark = load((BENCHMARKS | BRIEF if brief else BENCHMARKS)[name])
+        benchmark = load(name, BENCHMARKS | BRIEF if brief else BENCHMARKS)
     except ImportError as error:
         print(f"{name}: not measured, {error}", file=sys.stderr)
         return True

@@ -44,7 +44,10 @@ SIDES: Final = 2
 STAGED_BYTES: Final = 64 << 20
 """The most bytes of a prompt's rows and keys on their way to the host; beyond it the host waits."""
 GRAPH_LAYER_BYTES: Final = 64 << 10
-"""What the driver keeps of a captured layer, beside the memory that all graphs share."""
+"""What the driver keeps of a captured layer at least, beside the memory that all graphs share."""
+GRAPH_LAYER_BYTES_MAX: Final = 1 << 20
+"""The same at most: NVIDIA says around 10 KB a kernel (NVIDIA/cccl#3768), of which a layer has some
+100."""
 
 
 def decode_bytes(
@@ -187,6 +190,11 @@ def graph_bytes(
         has_rooms=has_rooms,
     )
     return max(step, pool_bytes) + graph_count * layout.layer_total * GRAPH_LAYER_BYTES
+
+
+def graph_bytes_more(layout: ModelLayout, graph_count: int) -> int:
+    """What the driver may keep of graphs beyond `graph_bytes`."""
+    return graph_count * layout.layer_total * (GRAPH_LAYER_BYTES_MAX - GRAPH_LAYER_BYTES)
 
 
 def _score_bytes(length_max: int) -> int:

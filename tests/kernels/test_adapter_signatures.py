@@ -2,7 +2,8 @@
 
 Written down after their sources: deepseek-ai/FlashMLA c28eca9 and 9241ae3, sgl-project/sglang
 176ee5c (`sgl_kernel.flash_mla`), deepseek-ai/DeepGEMM 54e2261 (2.6.1) and 38f8ef7, and the
-packages sgl-flash-mla 1.0.0, sgl-deep-gemm 0.1.7 and 0.2.5 and tokenspeed-deepgemm 2.8.2. A call
+packages sgl-flash-mla 1.0.0, sgl-deep-gemm 0.1.5.post1, 0.1.7 and 0.2.5 and tokenspeed-deepgemm
+2.8.2. A call
 goes first to the signature, which binds it as Python or pybind would, then to what the sources ask
 of shapes, types and strides, then to the stand-in that computes.
 """
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +22,7 @@ import pytest
 import torch
 
 from ess.door.device.memory.lane import DeviceLane
+from ess.errors import Unavailable
 from ess.kernels.cuda.adapters import deep_gemm, deep_gemm_experts, deep_gemm_linear, flash_mla
 from tests.kernels import test_adapter_experts, test_adapter_linear
 from tests.kernels.sets import reference
@@ -32,6 +36,7 @@ from tests.kernels.test_adapters import (
     install,
     whole_case,
 )
+from tests.support.emulate import needs_compiler
 
 __all__ = ["install"]
 
@@ -392,3 +397,20 @@ def test_so_are_products_of_experts_by_either_name(install: Install, name: str) 
     for counts in ([3, 0, 4], [0, 0, 1], [300, 1, 0]):
         case = test_adapter_experts.case_of(counts, torch.bfloat16)
         assert test_adapter_experts.run(experts, case).isfinite().all()
+
+
+@needs_compiler
+def test_a_library_that_asks_for_what_is_nowhere_is_refused_before_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sgl-deep-gemm 0.1.7 does beside torch 2.11: apache-tvm-ffi would load it all the same."""
+    folder = tmp_path / "lazily_bound"
+    folder.mkdir()
+    (tmp_path / "tvm_ffi.py").touch()
+    (folder / "__init__.py").write_text("get_num_sms = get_paged_mqa_logits_metadata = print\n")
+    code = 'extern "C" void of_another_torch(); void call() { of_another_torch(); }'
+    built = "g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", folder / "_C.so"
+    subprocess.run(built, input=code.encode(), check=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(Unavailable, match="undefined symbol: of_another_torch"):
+        deep_gemm.load(CPU, names=("lazily_bound",))

@@ -30,7 +30,7 @@ def test_what_was_measured_before_a_failure_is_kept(
             yield row(f"turn {turn}", "us", [1.0, 3.0])
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(suite, "load", lambda place: fails)
+    monkeypatch.setattr(suite, "load", lambda name, places: fails)
     monkeypatch.setattr(suite, "heading", lambda: {"schema": suite.SCHEMA})
     assert not suite.measure_one("rows", smoke=True, brief=False, out=out)
     assert seen == [0, 1]
@@ -38,6 +38,17 @@ def test_what_was_measured_before_a_failure_is_kept(
     printed = capsys.readouterr()
     assert "the device is gone" in printed.err
     assert "turn 1" in printed.out
+
+
+def test_benchmarks_that_compare_alone_see_libraries_that_are_carried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "carried_library.py").write_text("run = print\n")
+    monkeypatch.setattr(suite, "COMPARED", tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(ImportError):
+        suite.load("layer", {"layer": "carried_library:run"})
+    assert suite.load("others", {"others": "carried_library:run"}) is print
 
 
 def test_a_hang_ends_with_its_limit_and_with_all_it_has_started() -> None:

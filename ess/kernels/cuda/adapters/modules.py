@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
+import ctypes
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ess.errors import Unavailable
@@ -46,9 +49,23 @@ def name_of(module: Any, names: Sequence[str]) -> str:
 
 
 def _find(name: str, functions: Sequence[str]) -> Library:
+    _bind(name)
     module = importlib.import_module(name)
     missing = [function for function in functions if not hasattr(module, function)]
     if missing:
         raise Unavailable(f"it has no {', '.join(missing)}")
     version = getattr(module, "__version__", "of unknown version")
     return Library(module, f"{name} {version}")
+
+
+def _bind(name: str) -> None:
+    """apache-tvm-ffi leaves the symbols of a library to their first calls, and a call of a symbol
+    that is nowhere ends the process: sgl-deep-gemm for another torch would do so. ctypes binds all
+    symbols at once and raises instead; a library that has been loaded like this stays bound."""
+    if name in sys.modules or importlib.util.find_spec("tvm_ffi") is None:
+        return
+    importlib.import_module("tvm_ffi")
+    spec = importlib.util.find_spec(name)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (library := Path(folder, "_C.so")).exists():
+            ctypes.CDLL(str(library))

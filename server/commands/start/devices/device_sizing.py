@@ -23,7 +23,13 @@ import msgspec
 from ess.engine.devices import DeviceReport
 from ess.engine.graphs.buckets import bucket_sizes, graph_count
 from ess.engine.layer_bytes import BF16, F32
-from ess.engine.step_bytes import decode_bytes, graph_bytes, prompt_bytes, staged_bytes
+from ess.engine.step_bytes import (
+    decode_bytes,
+    graph_bytes,
+    graph_bytes_more,
+    prompt_bytes,
+    staged_bytes,
+)
 from ess.errors import BadInput, Unavailable
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
@@ -79,7 +85,7 @@ def plan_on_device(
         _graphs(needed, settings, length_max, report),
     ]
     room = room_of(report, settings)
-    left = room - sum(line.bytes for line in rest)
+    left = room - sum(line.bytes for line in rest) - _unplanned(settings, layout, report)
     shape = _fitted(shape, settings, left, token_capacity)
     lines = (*rest[:1], *pool_lines(shape), *rest[1:])
     device = DevicePlan(
@@ -108,10 +114,20 @@ def plan_on_device(
 
 def room_of(report: DeviceReport, settings: Settings, *, process_count: int = 1) -> int:
     """The bytes of a device that may be planned, for all its processes together."""
-    meets = settings.dp_size > 1 or settings.is_staged
-    reserved = process_count * RESERVED * (1 + meets)
     most = size_of(settings.device_bytes, of=report.total_bytes)
-    return max(0, min(report.free_bytes - reserved, most))
+    return max(0, min(_usable(report, settings, process_count), most))
+
+
+def _usable(report: DeviceReport, settings: Settings, process_count: int) -> int:
+    meets = settings.dp_size > 1 or settings.is_staged
+    return report.free_bytes - process_count * RESERVED * (1 + meets)
+
+
+def _unplanned(settings: Settings, layout: ModelLayout, report: DeviceReport) -> int:
+    """What the driver may keep of graphs beyond their line, as far as `device_bytes` leaves less:
+    pools whose sizes are not set do not take it."""
+    beyond = _usable(report, settings, 1) - room_of(report, settings)
+    return max(0, graph_bytes_more(layout, _graph_count(settings)) - beyond)
 
 
 def has_rooms_of(report: DeviceReport, settings: Settings) -> bool:
@@ -253,9 +269,7 @@ def _steps(
 
 def _graphs(needed: DeviceNeeds, settings: Settings, length_max: int, report: DeviceReport) -> Line:
     """The memory of graphs: the engine captures none beyond this."""
-    running = settings.max_running
-    sizes = bucket_sizes(settings.graph_sizes, largest=running, splits=settings.tbo != "off")
-    count = graph_count(settings.graphs, sizes, verified_max=settings.mtp)
+    sizes, count = _graph_sizes(settings), _graph_count(settings)
     size = graph_bytes(
         needed.config,
         needed.layout,
@@ -270,7 +284,19 @@ def _graphs(needed: DeviceNeeds, settings: Settings, length_max: int, report: De
     if is_given and count:
         size = size_of(settings.graph_bytes, of=report.total_bytes)
     note = f"{'given' if is_given else 'estimated'}, {counted(count, 'graph')} at most"
+    if count:
+        more = graph_bytes_more(needed.layout, count)
+        note += f"; the driver may keep {format_bytes(more)} more for them"
     return Line(Item.GRAPHS, size, note)
+
+
+def _graph_sizes(settings: Settings) -> tuple[int, ...]:
+    splits = settings.tbo != "off"
+    return bucket_sizes(settings.graph_sizes, largest=settings.max_running, splits=splits)
+
+
+def _graph_count(settings: Settings) -> int:
+    return graph_count(settings.graphs, _graph_sizes(settings), verified_max=settings.mtp)
 
 
 def check_fit(device: DevicePlan, settings: Settings) -> None:
