@@ -69,13 +69,15 @@ class LayerBytes:
         asked = c.index_head_count * (c.index_dim + 1) * F32
         return self._hidden + self._selected + c.row_dim * F32 + c.key_dim * F32 + asked
 
-    def product(self, depth: int, width: int) -> int:
-        """What a product takes beside its factors; its result is float32 at the end."""
+    def product(self, depth: int, width: int, *, is_converted: bool = False) -> int:
+        """What a product takes beside its factors; its result is float32 at the end. A factor
+        `is_converted` that has the weights' type already."""
         if self.value_bytes == F32:
             return width * F32
         spare = F32 * depth if depth % SCALE_GROUP else 0
         coded = depth + F32 * (depth // SCALE_GROUP + 1) + spare
-        return max(depth * self.value_bytes + width * self.value_bytes, coded) + width * F32
+        plain = (width + depth * (not is_converted)) * self.value_bytes
+        return max(plain, coded) + width * F32
 
     # ---- up to attention
 
@@ -170,7 +172,8 @@ class LayerBytes:
         c, size = self.config, self.value_bytes
         values, attended = c.head_count * c.value_dim, self._latents * F32
         factor = self._latents * size if size < F32 else 0
-        output = values * size + self.product(values, c.hidden_dim) + c.hidden_dim * F32
+        product = self.product(values, c.hidden_dim, is_converted=True)
+        output = values * size + product + c.hidden_dim * F32
         return attended + max(factor + values * size, 2 * values * size, output)
 
     # ---- behind attention
@@ -193,11 +196,12 @@ class LayerBytes:
 
     @property
     def _routed(self) -> int:
-        """A line for each expert of a token: its gates, their product, and the expert's result;
-        before these exist, its input lies in the place of the last two. And the sum."""
-        c = self.config
-        line = (c.hidden_dim + 3 * c.expert_dim) * self.value_bytes
-        return c.experts_per_token * (line + 3 * LONG) + c.hidden_dim * F32
+        """Lines for each expert of a token: its input and its gates, the gates and their product,
+        or the product and the expert's result, which are summed."""
+        c, count = self.config, self.config.experts_per_token
+        line = max(c.hidden_dim + 2 * c.expert_dim, 3 * c.expert_dim) * self.value_bytes
+        result = (c.hidden_dim + c.expert_dim) * self.value_bytes
+        return max(count * line, count * result + c.hidden_dim * F32) + count * 3 * LONG
 
     @property
     def _shared(self) -> int:

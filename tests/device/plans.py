@@ -43,6 +43,8 @@ RAW = {
     "index_n_heads": 8,
 }
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+WIDE = {"num_experts_per_tok": 8, "moe_intermediate_size": 512}
+"""With these the experts' lines take the most, else values of heads do."""
 DRAWN = Sampling(
     temperature=0.7,
     top_k=20,
@@ -54,7 +56,7 @@ DRAWN = Sampling(
     ignore_eos=True,
 )
 MULTIPROCESSORS = 132
-MOST = 1.15
+MOST = 1.05
 """The plan may have this much more than is taken."""
 
 
@@ -109,7 +111,7 @@ def engine(folder, form, chunk_tokens):
     ],
 )
 def test_a_plan_is_near_to_what_is_taken_and_not_below(form, chunk_tokens, tmp_path):
-    write_checkpoint(tmp_path, {**RAW, **FP8} if form == "stored" else RAW)
+    write_checkpoint(tmp_path, {**RAW, **FP8, **WIDE} if form == "stored" else RAW)
     sizes = {"length_max": LENGTH, "value_bytes": F32 if form == "f32" else BF16}
     with engine(tmp_path, form, chunk_tokens) as eng, Peak() as peak:
         config, layout = eng.runner.model.config, eng.offload.layout

@@ -209,19 +209,24 @@ class Replays:
 
     def _in_time(self, kind: Key, course: Course, more: Hashable) -> Key:
         """The kind with times or without: which of its graphs runs, or is captured now."""
-        timed, watch = _timed(course, more), self._watch
-        if kind in self._untimed:
-            if self.is_full or not self.has_bytes(sum(course.counts)):
-                self._untimed.discard(kind)
-            elif watch.start():
-                self._untimed.discard(kind)
-                return timed
-        if not course.is_timed:
-            return kind
-        if timed in self._held:
+        timed = _timed(course, more)
+        if self._is_due(kind, sum(course.counts)):
             return timed
-        watch.skip()
-        return kind
+        if course.is_timed and timed not in self._held:
+            self._watch.skip()
+            return kind
+        return timed if course.is_timed else kind
+
+    def _is_due(self, kind: Key, query_count: int) -> bool:
+        """Whether the kind's graph with times is captured in this step, the first that can be
+        timed. Where there is no room for it then, it will not be captured."""
+        if kind not in self._untimed:
+            return False
+        fits = not self.is_full and self.has_bytes(query_count)
+        if fits and not self._watch.start():
+            return False
+        self._untimed.discard(kind)
+        return fits
 
     @property
     def _watch(self) -> Stopwatch:
