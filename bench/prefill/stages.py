@@ -18,6 +18,7 @@ from ess.sim.prefill.measured import modelled
 from ess.sim.prefill.pipeline import prefill
 from ess.sim.prefill.stage_clock import ClockedChunks
 from ess.sim.prefill.tuning import Layers, on_clock
+from ess.units import counted
 
 TOLERANCE: Final = 0.05
 
@@ -53,7 +54,7 @@ class StagesArm:
 
 
 def arm_of(stages: int, context: int, chunk: int, *, kind: Kind, rounds: int) -> StagesArm:
-    console.note(f"  {stages} stages, {context:,} tokens in chunks of {chunk} ...")
+    console.note(f"  {counted(stages, 'stage')}, {context:,} tokens in chunks of {chunk} ...")
     layers = layers_of(stages)
     with Pipe(plan_of(layers, context)) as pipe:
         pipe.run([text(chunk + 1)], [chunk])

@@ -264,9 +264,9 @@ def _times(kind: Kind, stages: int) -> str:
         return "the pipeline's own, by the wall clock"
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     return (
-        f"{stages} stages, {cores} cores, load {load:.1f}: not a core for each stage, so first"
-        " tokens are those of a virtual clock, with the time that each stage was measured to take"
-        " on a core"
+        f"{counted(stages, 'stage')}, {counted(cores, 'core')}, load {load:.1f}: not a core for"
+        " each stage, so first tokens are those of a virtual clock, with the time that each stage"
+        " was measured to take on a core"
     )
 
 
@@ -286,18 +286,15 @@ def judged(
         return best, f"{sure}; {fit}", True
     more = "try on a quiet machine, or with more --tune-rounds"
     if best.middle_s < min(default.first_token_s):
-        return (
-            best,
-            f"likely, not sure: {gain:.1%} sooner, but rounds overlap; {more}; {fit}",
-            False,
-        )
+        why = "but rounds overlap" if rounds > 1 else "but in a single round"
+        return best, f"likely, not sure: {gain:.1%} sooner, {why}; {more}; {fit}", False
     kept = f"keep the settings as they are: {gain:.1%} sooner is less than rounds differ"
     return default, f"{kept}; {more}; {fit}", False
 
 
 def lines(tuning: Tuning) -> list[str]:
     """The results as lines for people."""
-    title = f"{tuning.stages} stages, a prompt of {tuning.prompt:,} tokens"
+    title = f"{counted(tuning.stages, 'stage')}, a prompt of {tuning.prompt:,} tokens"
     return [
         title,
         f"profile: {tuning.profile}",

@@ -12,7 +12,7 @@ from ess.models.load import EMBEDDED
 from ess.prefill.trial.pipe import Pipe, PipeTrial
 from ess.prefill.trial.pipe_messages import Slow
 from ess.server.commands import cli
-from ess.server.commands.tune import TriedSetting, judged
+from ess.server.commands.tune import TriedSetting, Tuning, judged, lines
 from tests.support.checkpoints import tokens
 from tests.support.few import few
 
@@ -118,6 +118,30 @@ def test_the_default_gives_way_to_what_is_clearly_faster(seconds, kept, says, is
     assert (taken is default, sure) == (kept, is_sure)
     assert says in verdict
     assert "up to" in verdict
+
+
+def test_the_result_of_a_single_round_does_not_speak_of_rounds_that_overlap():
+    default, best = tried("default", 1.0), tried("best", 0.8)
+    taken, verdict, sure = judged(default, best, [default, best])
+    assert (taken, sure) == (best, False)
+    assert verdict.startswith("likely, not sure: 20.0% sooner, but in a single round; try on")
+
+
+def test_a_pipeline_of_a_single_stage_is_named_so():
+    alone = tried("default", 1.0)
+    tuning = Tuning(
+        prompt=2048,
+        stages=1,
+        times="",
+        profile="",
+        flags=alone.flags,
+        verdict="",
+        is_sure=True,
+        first_token_s=1.0,
+        tokens_per_s=1000.0,
+        tried=[alone],
+    )
+    assert lines(tuning)[0] == "1 stage, a prompt of 2,048 tokens"
 
 
 @pytest.mark.parametrize(
