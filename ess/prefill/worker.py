@@ -28,7 +28,7 @@ from ess.door.handoff.port import Port
 from ess.engine.chunking.sizer import ChunkSizer
 from ess.engine.process.build import Built
 from ess.engine.process.disk import disk_of
-from ess.engine.process.lifeline import is_closed, keep_objects
+from ess.engine.process.lifeline import is_closed, keep_objects, stay_with_lead
 from ess.engine.process.member import end_when, join, main, membership, rank_of
 from ess.engine.process.messages import Launch, Rank
 from ess.engine.process.peers import Peers, layout_digest, open_port
@@ -145,6 +145,7 @@ def follow(launch: Launch, group: Group) -> None:
     loaded = load(launch, rank_of(launch), group.team, RealClock())
     follower = Follower(loaded.stage, group, loaded.hello)
     keep_objects()
+    stay_with_lead()
     follower.run()
     if loaded.port is not None:
         loaded.port.close()
@@ -158,6 +159,7 @@ def assist(launch: Launch, group: Group) -> None:
     layout = whole.part(*rank.layers[rank.rank // rank.team])
     member = TeamMember(model, ops(launch.config.backend), layout, group, rank.team_kind)
     keep_objects()
+    stay_with_lead()
     member.run()
 
 

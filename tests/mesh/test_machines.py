@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ess.engine.process.lifeline import LEAVE
 from ess.models.load import load_model
 from tests.mesh.test_serve import POOL
 from tests.ranks.test_serve import streamed
@@ -139,3 +140,8 @@ def test_the_tokens_of_one_process_also_of_a_stream_when_a_machine_loses_a_proce
             assert [*first_two, *going] == expected
             assert not {*here} & {*engines(server)}, "a process has outlived its engine"
             until(lambda: is_ready(path), "readiness")
+            there = engines(other)
+            for process in there:  # as a node does that is to end while the server drains
+                os.kill(worker_of(process), LEAVE)
+            assert [*tokens(path)] == expected
+            assert engines(other) == there

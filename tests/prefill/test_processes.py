@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from ess.engine.process.lifeline import LEAVE
 from ess.engine.process.messages import Abort, Add, Flush, Flushed, Handoff, Status
 from ess.engine.tokens.sampling import Sampling
 from tests.pd.processes import (
@@ -104,6 +105,25 @@ def test_stages_end_with_their_parent(tmp_path):
         lead.ranks[1].stdin.close()
         assert lead.ranks[1].wait(timeout=PATIENCE_MS / 1000) != 0
         assert "stage 1 (layers 3..5)" in lead.fault()
+
+
+@pytest.mark.slow
+def test_a_stage_whose_node_is_to_end_stays_while_its_lead_has_prompts(tmp_path):
+    with pipeline(tmp_path / "it", 2) as lead:
+        lead.ready()
+        os.kill(lead.ranks[1].pid, LEAVE)
+        lead.say(give(0, 65))
+        lead.ended(0)
+        assert lead.reason(0) == "sent"
+        assert lead.stop() == 0
+        assert lead.wait_all() == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_stage_whose_node_is_to_end_does_not_wait_for_a_lead(tmp_path):
+    with pipeline(tmp_path / "it", 2) as lead:
+        os.kill(lead.ranks[1].pid, LEAVE)
+        assert lead.ranks[1].wait(timeout=PATIENCE_MS / 1000) == -LEAVE
 
 
 @pytest.mark.slow

@@ -15,11 +15,11 @@ import os
 import signal
 import socket
 
-from ess.engine.process.lifeline import die_with_parent
+from ess.engine.process.lifeline import LEAVE, die_with_parent
 
 NURSERY = "FORKED_BY_{}"
 """The variable that has the address of a nursery, by its kind: a path, or a name behind an @."""
-HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, LEAVE)
 
 
 def stand(kind: str, words: list[str]) -> None:

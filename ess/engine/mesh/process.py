@@ -20,7 +20,7 @@ from ess.door.handoff.port import Port
 from ess.door.memory.common_host import CommonHost
 from ess.engine.mesh.engines import Follower, Lead, MeshEngine
 from ess.engine.process.build import Built
-from ess.engine.process.lifeline import keep_objects
+from ess.engine.process.lifeline import keep_objects, stay_with_lead
 from ess.engine.process.member import join, main, membership, rank_of
 from ess.engine.process.messages import Launch, Rank
 from ess.engine.process.peers import open_port
@@ -122,6 +122,7 @@ def lead(launch: Launch, group: Group, endpoints: list[str]) -> None:
 def follow(launch: Launch, group: Group) -> None:
     engine, _ = made_engine(launch, group)
     keep_objects()
+    stay_with_lead()
     Follower(engine).run()
     engine.offload.close()
 

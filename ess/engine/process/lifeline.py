@@ -19,6 +19,8 @@ import sys
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
+LEAVE: Final = signal.SIGUSR1
+"""Ends a process of an engine that no request needs yet (`stay_with_lead`)."""
 
 
 def words_of(module: str, *arguments: str) -> tuple[str, ...]:
@@ -38,6 +40,13 @@ def leave_signals_to_parent() -> None:
     ended its own work."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+
+
+def stay_with_lead() -> None:
+    """A process on another machine than the lead is told by LEAVE that its node is to end. Until
+    here that has ended it, since it may wait for a lead that never comes. From here on requests
+    may need it until the lead ends, and its parent waits for that."""
+    signal.signal(LEAVE, signal.SIG_IGN)
 
 
 def first_line() -> bytes:

@@ -93,7 +93,8 @@ def run_node(told: ServerFacts) -> int:
     launch = launch_of(settings, told.checkpoint, told.plan)
     ranks = ranks_here(settings)
     shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    node = Node(starter(settings, launch, told.layers, lambda number: []))
+    start = starter(settings, launch, told.layers, lambda number: [])
+    node = Node(start, drain_s=settings.drain_s)
     with unblocked_stderr(settings.log_format):
         where = f"met at {settings.dist_init_addr}"
         console.note(f"ess: {shown} of {settings.world_size} here, {where}")

@@ -7,6 +7,10 @@ The ranks wait for the others at the address. When one of them ends, or has been
 STOPPED_S, the worker has ended: the others here are killed too, and all are started for the next
 worker; so they are if a process could not be started. Restarts are not counted here: the server of
 rank 0 decides when to give up.
+
+A signal that ends this process has often been sent to the server too: by Slurm, by torchrun, or
+with all pods of a group. The server drains then, and its requests need the ranks here. So these go
+on until rank 0 has ended, for the time of a drain at most; a second SIGINT ends them at once.
 """
 
 from __future__ import annotations
@@ -28,21 +32,26 @@ STOPPED_S: Final = 5.0
 
 
 class Node:
-    def __init__(self, start: Callable[[int], Awaitable[EngineGroup]]) -> None:
+    def __init__(self, start: Callable[[int], Awaitable[EngineGroup]], *, drain_s: float) -> None:
         self._start = start
+        self._drain_s = drain_s
         self._end = asyncio.Event()
+        self._at_once = asyncio.Event()
 
-    def end(self) -> None:
+    def end(self, number: int) -> None:
+        """SIGTERM may come twice, as to a server (`Lifecycle`)."""
+        if self._end.is_set() and number != signal.SIGTERM:
+            self._at_once.set()
         self._end.set()
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for told in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(told, self.end)
+            loop.add_signal_handler(told, self.end, told)
         if not os.isatty(0):  # SIGHUP asks to read files again, and a node has none
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal is closed
-            loop.add_signal_handler(signal.SIGHUP, self.end)
+            loop.add_signal_handler(signal.SIGHUP, self.end, signal.SIGHUP)
         number, wait_s = 0, AGAIN_S
         while not self._end.is_set():
             began_s = loop.time()
@@ -62,8 +71,26 @@ class Node:
         except OSError as error:  # too many processes or files, too little memory: for now
             return Loss(f"a process cannot be started: {reason_of(error)}")
         loss = await self._unless_ended(group.lost(stopped_s=STOPPED_S))
+        if loss is None:
+            await self._drain(group)
         await group.stop(within_s=STOP_S if loss is None else 0.0)
         return loss
+
+    async def _drain(self, group: EngineGroup) -> None:
+        console.note(
+            "ess: draining, until the first machine has ended its requests;"
+            f" {self._drain_s:g} s are left, SIGINT ends all at once"
+        )
+        group.ask_to_leave()
+        lost = asyncio.ensure_future(group.lost(stopped_s=STOPPED_S))
+        ending = asyncio.ensure_future(self._at_once.wait())
+        done, _ = await asyncio.wait(
+            {lost, ending}, timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        lost.cancel()
+        ending.cancel()
+        if ending in done:
+            group.kill()
 
     async def _unless_ended(self, work: Awaitable[Loss | None]) -> Loss | None:
         """The result of the work, or None if this process is told to end first."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ess.engine.process.lifeline import LEAVE
 from ess.engine.process.messages import Launch, Rank
 from ess.server.process.child import Child
 from ess.server.process.engines.stages import stage_name
@@ -108,6 +109,11 @@ class EngineGroup:
         ends = [(member, task.result()) for task, member in self._ends.items() if task.done()]
         losses = [Loss(member.lost(end.how), end.is_by_code) for member, end in ends]
         return min(losses, key=lambda loss: loss.is_said)
+
+    def ask_to_leave(self) -> None:
+        """Ends processes that no request needs yet; the others end with the lead."""
+        for member in self._members:
+            member.child.ask_to_end(LEAVE)
 
     def kill(self) -> None:
         for member in self._members:
