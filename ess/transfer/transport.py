@@ -1,7 +1,7 @@
 """How bytes move between workers: one interface, whose calls never wait.
 
-A transport copies runs of registered memory, one-sided: the other worker does nothing but call its
-own `poll`. A transfer may carry a notification, which the other worker sees after the bytes.
+A transport writes runs of registered memory into that of a peer, one-sided: the peer does nothing
+but call its own `poll`. A transfer may carry a notification, which the peer sees after the bytes.
 
 - Every transfer has a deadline and ends in exactly one event: Completed or Failed. Trouble in a
   network or a library is never raised; only arguments that are wrong in themselves are (BadInput).
@@ -19,19 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from ess.transfer.runs import Region, Runs, no_runs
-
-Op = Literal["write", "read"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transfer:
-    """Bytes between `local` and `remote`, run by run, then a notification for the peer."""
+    """Bytes from `local` to the peer's `remote`, run by run, then a notification for the peer."""
 
     peer: int
-    op: Op = "write"
     local: Runs = field(default_factory=no_runs)
     remote: Runs = field(default_factory=no_runs)
     notification: bytes = b""

@@ -8,13 +8,12 @@ import socket
 import struct
 import tracemalloc
 import zlib
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ess.errors import BadInput, Unavailable
-from ess.transfer.transport import Completed, Failed, Notification, PeerLost
+from ess.transfer.transport import Completed, Failed, PeerLost
 from ess.transfer.transports import channel
 from ess.transfer.transports.channel import Channel, Kind
 from ess.transfer.transports.streams import STRANGERS_MAX
@@ -249,36 +248,6 @@ def test_a_payload_that_comes_slowly_is_a_sign_of_life(rig: Rig) -> None:
         receiver.poll()
     assert events == [Completed(handle)]
     assert np.array_equal(remote.memory, local.memory)
-
-
-def test_what_is_being_read_is_told_as_read_when_it_has_left(rig: Rig) -> None:
-    size = 16 << 20
-    reader, owner, _, _ = rig.pair(size)
-    owner.allow(4)
-    wish = write(owner.epoch, [0], [0], size, ticket=4, note=b"read")
-    reader.post(replace(wish, op="read"))
-    while not any(link.answers for link in owner._links):
-        reader.poll()
-        assert owner.poll() == []
-    assert owner.poll() == [], "the socket holds less than this"
-    seen = pump([reader, owner], lambda seen: all(seen))
-    assert [type(event) for events in seen for event in events] == [Completed, Notification]
-
-
-def test_pages_whose_ticket_ends_are_not_read_on(rig: Rig) -> None:
-    """Else the rest of the answer would be rows of the pages' next owner."""
-    size = 16 << 20
-    reader, owner, _, theirs = rig.pair(size)
-    owner.allow(4)
-    reader.post(replace(write(owner.epoch, [0], [0], size, ticket=4), op="read"))
-    while not any(link.answers for link in owner._links):
-        reader.poll()
-        assert owner.poll() == []
-    owner.forbid(4)
-    theirs.memory[:] = 1
-    seen = pump([reader, owner], heard(0, Failed))
-    assert not any(isinstance(event, Completed) for event in seen[0])
-    assert PeerLost(reader.epoch, "ticket 4 ended while it was reading") in seen[1]
 
 
 def test_a_peer_that_does_not_read_costs_a_bounded_queue(rig: Rig) -> None:

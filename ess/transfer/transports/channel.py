@@ -43,11 +43,13 @@ _HEAD_BYTES: Final = _HEAD.size + _CHECK.size
 class Kind(IntEnum):
     HELLO = 1
     WRITE = 2
-    READ = 3
-    ANSWER = 4
+    # 3 and 4 are free: the other kinds keep their numbers.
     ACCEPTED = 5
     REFUSED = 6
     ALIVE = 7
+
+
+KINDS: Final = frozenset(Kind)
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ Stage = Callable[[Place], Frame | None]
 
 
 class Channel:
-    """`queued_bytes`, `sent_bytes` and `read_bytes` count from the start of the connection."""
+    """`sent_bytes` and `read_bytes` count from the start of the connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -75,7 +77,6 @@ class Channel:
         self._targets: deque[memoryview] = deque()
         self._landing: Frame | None = None
         self._head = b""
-        self.queued_bytes = 0
         self.sent_bytes = 0
         self.read_bytes = 0
         self._begin_head()
@@ -107,7 +108,6 @@ class Channel:
         )
         parts = [memoryview(head + _CHECK.pack(zlib.crc32(head)) + body), *payload]
         self._out.extend(parts)
-        self.queued_bytes += len(parts[0]) + size
 
     def push(self) -> None:
         """Sends as much as the socket takes."""
@@ -171,7 +171,7 @@ class Channel:
         (check,) = _CHECK.unpack_from(head, _HEAD.size)
         if magic != b"EX" or zero or check != zlib.crc32(head[: _HEAD.size]):
             raise BadInput(f"no frame begins {head[:8]!r}")
-        if not 0 < kind <= len(Kind) or run_count > RUNS_MAX or note_bytes > NOTE_BYTES_MAX:
+        if kind not in KINDS or run_count > RUNS_MAX or note_bytes > NOTE_BYTES_MAX:
             raise BadInput(f"a frame of kind {kind}, {run_count} runs, {note_bytes} bytes of note")
         if size > PAYLOAD_BYTES_MAX:
             raise BadInput(f"a payload of {size} bytes, at most {PAYLOAD_BYTES_MAX}")

@@ -173,5 +173,5 @@ class FaultyTransport(WrappedTransport):
 
 def _can_strike(fault: Fault, transfer: Transfer) -> bool:
     if fault in (Fault.CORRUPT, Fault.PARTIAL):
-        return transfer.op == "write" and len(transfer.local) > 0
+        return len(transfer.local) > 0
     return bool(transfer.notification) if fault is Fault.GARBLE else True

@@ -115,7 +115,8 @@ class InProcessTransport(Endpoint):
             return "it disconnected from us"
         fault = self._fault(remote, transfer.ticket)
         if fault is None:
-            _copy(transfer, theirs, views(remote, self._regions))
+            for source, target in zip(theirs, views(remote, self._regions), strict=True):
+                target[:] = source
             if transfer.notification:
                 self._inbox.append((sender, transfer.notification))
         return fault
@@ -132,9 +133,3 @@ class InProcessTransport(Endpoint):
                 continue
             del self._names[epoch]
             self._underway.lost(epoch, reason)
-
-
-def _copy(transfer: Transfer, local: list[memoryview], remote: list[memoryview]) -> None:
-    sources, targets = (local, remote) if transfer.op == "write" else (remote, local)
-    for source, target in zip(sources, targets, strict=True):
-        target[:] = source

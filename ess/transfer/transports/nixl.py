@@ -151,7 +151,7 @@ class NixlTransport(Endpoint):
             number: address for number, (address, _) in self._peers[transfer.peer].addresses.items()
         }
         request = self._agent.initialize_xfer(
-            transfer.op.upper(),
+            "WRITE",
             self._agent.get_xfer_descs(_descriptors(local, ours), "DRAM"),
             self._agent.get_xfer_descs(_descriptors(remote, theirs), "DRAM"),
             _name(transfer.peer),

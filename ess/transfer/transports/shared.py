@@ -100,9 +100,8 @@ class SharedTransport(StreamTransport):
         if fault is not None:
             self._underway.fail(handle, f"refused: {fault}")
             return
-        ours, theirs = views(local, self._regions), views(remote, regions)
-        pair = (ours, theirs) if transfer.op == "write" else (theirs, ours)
-        self._copies.append((handle, link, _copy(*pair)))
+        copy = _copy(views(local, self._regions), views(remote, regions))
+        self._copies.append((handle, link, copy))
 
     def _tell(self, link: Link, handle: int, transfer: Transfer) -> None:
         link.channel.send(

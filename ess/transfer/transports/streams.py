@@ -29,15 +29,6 @@ from ess.transfer.transports.channel import Channel, Frame, Kind
 STRANGERS_MAX: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
-class StreamAnswer:
-    """Our bytes that a peer reads from the stream, up to `end`, and the answer when it has."""
-
-    ticket: int
-    end: int
-    note: bytes
-
-
 @dataclass(slots=True, eq=False)
 class Link:
     """One connection. `peer` is the epoch that it claims, until `is_met` proves it."""
@@ -50,7 +41,6 @@ class Link:
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
     is_met: bool = False
     waiting: list[tuple[int, Transfer, Runs, Runs]] = field(default_factory=list)
-    answers: list[StreamAnswer] = field(default_factory=list)
 
 
 class StreamTransport(Endpoint):
@@ -82,12 +72,9 @@ class StreamTransport(Endpoint):
         return envelope.sender
 
     def forbid(self, ticket: int) -> None:
-        """Ends a ticket. A peer reading under it is lost: a running answer cannot be recalled."""
         super().forbid(ticket)
-        for link in list(self._links):
+        for link in self._links:
             link.channel.stop_landing(ticket)
-            if ticket in (answer.ticket for answer in link.answers):
-                self._lose(link.peer, f"ticket {ticket} ended while it was reading")
 
     def is_landing(self, ticket: int) -> bool:
         return any(link.channel.is_landing(ticket) for link in self._links)
@@ -160,18 +147,10 @@ class StreamTransport(Endpoint):
         except (OSError, BadInput) as wrong:
             self._fault_of_link(link, str(wrong))
             return
-        self._conclude(link)
         if link.is_met and channel.read_bytes > read:
             link.heard_s = self._clock.now_s()
         if channel.sent_bytes > sent:
             link.sent_s = self._clock.now_s()
-
-    def _conclude(self, link: Link) -> None:
-        """Completes answers that were sent in full: their memory may change now."""
-        while link.answers and link.answers[0].end <= link.channel.sent_bytes:
-            answer = link.answers.pop(0)
-            if answer.note:
-                self._underway.notified(link.peer, answer.note)
 
     def _fault_of_link(self, link: Link, reason: str) -> None:
         if link.is_met or link.is_ours:
@@ -182,46 +161,35 @@ class StreamTransport(Endpoint):
     def _place(self, link: Link, frame: Frame) -> Sequence[memoryview] | str:
         if not link.is_met and frame.kind is not Kind.HELLO:
             raise BadInput(f"a {frame.kind.name} before the Hello")
-        match frame.kind:
-            case Kind.WRITE:
-                fault = self._fault(frame.runs, frame.ticket)
-                return fault if fault is not None else views(frame.runs, self._regions)
-            case Kind.READ:
-                frame.refusal = self._fault(frame.runs, frame.ticket)
-            case Kind.ANSWER:
-                return views(self._asked(link, frame).local, self._regions)
-        return ()
+        if frame.kind is not Kind.WRITE:
+            return ()
+        fault = self._fault(frame.runs, frame.ticket)
+        return fault if fault is not None else views(frame.runs, self._regions)
 
-    def _asked(self, link: Link, frame: Frame) -> Transfer:
+    def _check_open_to(self, link: Link, frame: Frame) -> None:
         transfer = self._underway.find(frame.transfer)
         if transfer is None or transfer.peer != link.peer:
             raise BadInput(f"a {frame.kind.name} to transfer {frame.transfer}, which is not open")
-        return transfer
 
     def _act(self, link: Link, frame: Frame) -> None:
         match frame.kind:
             case Kind.HELLO:
                 self._meet(link, frame)
-            case Kind.WRITE | Kind.READ:
+            case Kind.WRITE:
                 self._answer(link, frame)
-            case Kind.ACCEPTED | Kind.ANSWER:
-                self._asked(link, frame)
+            case Kind.ACCEPTED:
+                self._check_open_to(link, frame)
                 self._underway.complete(frame.transfer)
             case Kind.REFUSED:
-                self._asked(link, frame)
+                self._check_open_to(link, frame)
                 self._underway.fail(frame.transfer, f"refused: {frame.note[:200]!r}")
 
     def _answer(self, link: Link, frame: Frame) -> None:
-        number = frame.transfer
         if frame.refusal is not None:
-            link.channel.send(Kind.REFUSED, transfer=number, note=frame.refusal.encode())
+            note = frame.refusal.encode()
+            link.channel.send(Kind.REFUSED, transfer=frame.transfer, note=note)
             return
-        if frame.kind is Kind.READ:
-            payload = views(frame.runs, self._regions)
-            link.channel.send(Kind.ANSWER, transfer=number, payload=payload)
-            link.answers.append(StreamAnswer(frame.ticket, link.channel.queued_bytes, frame.note))
-            return
-        link.channel.send(Kind.ACCEPTED, transfer=number)
+        link.channel.send(Kind.ACCEPTED, transfer=frame.transfer)
         if frame.note:
             self._underway.notified(link.peer, frame.note)
 
@@ -254,14 +222,13 @@ class StreamTransport(Endpoint):
         if link.channel.is_full:
             self._underway.fail(handle, "too much waits for a peer that does not read")
             return
-        is_write = transfer.op == "write"
         link.channel.send(
-            Kind.WRITE if is_write else Kind.READ,
+            Kind.WRITE,
             transfer=handle,
             ticket=transfer.ticket,
             runs=remote,
             note=transfer.notification,
-            payload=views(local, self._regions) if is_write else (),
+            payload=views(local, self._regions),
         )
 
     def _watch(self) -> None:
