@@ -163,14 +163,9 @@ class Arrivals:
         self._uids: Counter[int] = Counter()
         self._waits_s: dict[tuple[int, int], float] = {}
         self._deadlines_s: dict[tuple[int, int], float] = {}
-        self._verdicts: Counter[Verdict] = Counter()
 
     def __len__(self) -> int:
         return len(self._open)
-
-    @property
-    def verdicts(self) -> dict[Verdict, int]:
-        return dict(self._verdicts)
 
     def expect(
         self, *, uid: int, sender: int, shares: Sequence[Share], within_s: float
@@ -194,7 +189,6 @@ class Arrivals:
             verdict = arrival.take(piece, read=read)
         else:
             verdict = Verdict.FOREIGN if piece.uid in self._uids else Verdict.UNKNOWN
-        self._verdicts[verdict] += 1
         if verdict is Verdict.TAKEN:
             self.heard(piece.uid, sender=sender)
         return verdict

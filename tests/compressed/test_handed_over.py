@@ -42,8 +42,8 @@ def all_said(pair: Pair, lengths: tuple[int, ...], *, own: World = V4) -> None:
     for (given, taken), length in zip(added, lengths, strict=True):
         assert given.reason == "sent"
         assert taken.output == own.told(length), length
-    stats = pair.decode.port.stats()
-    assert (stats.landed, stats.missed) == (len(lengths), 0)
+    stats = pair.decode.port.counts
+    assert (stats.landed_count, stats.missed_count) == (len(lengths), 0)
     assert_free(pair.prefill, pair.decode)
 
 
@@ -84,7 +84,7 @@ def test_rows_leave_layer_by_layer_while_a_prompt_is_made() -> None:
         made(uid, layer, stop)
         pair.prefill.port.pump()
         pair.decode.port.pump()
-        counts.append(pair.decode.port.receiver.received_bytes)
+        counts.append(pair.decode.port.counts.received_bytes)
 
     pair.uid = 1
     taken = pair.take(LINE[:600], WISH)
@@ -120,7 +120,7 @@ def test_a_hit_of_the_taker_needs_no_state() -> None:
     states = pair.decode.offload.owner.pools.states
     assert states is not None
     assert len(states.kept) == 0
-    before = pair.decode.port.stats().received_bytes
+    before = pair.decode.port.counts.received_bytes
     whole = LINE[:700] + first.output + OTHER[:100]
     for prompt, cached in ((LINE[:700], 512), (LINE[:400], 256), (whole, 512)):
         _, taken = pair.add(prompt, WISH)
@@ -128,7 +128,7 @@ def test_a_hit_of_the_taker_needs_no_state() -> None:
         assert taken.cached_count == cached
         assert taken.output == greedy(world.tiny(), prompt, MADE)
     layout = pair.decode.offload.layout
-    rows = pair.decode.port.stats().received_bytes - before
+    rows = pair.decode.port.counts.received_bytes - before
     assert rows < 3 * (2 * layout.host_page_bytes + layout.request_state_bytes(1024) + 1000)
 
 
@@ -197,7 +197,7 @@ def test_choices_of_one_prompt_are_handed_over_once() -> None:
     _, leader = pair.add(prompt, wishes[0])
     others = [pair.take(prompt, wish, leader=leader) for wish in wishes[1:]]
     pair.run()
-    assert pair.decode.port.stats().landed == 1
+    assert pair.decode.port.counts.landed_count == 1
     said = [request.output for request in (leader, *others)]
     assert said == sampled(PAGE + 3)
     assert len({tuple(output) for output in said}) == 3

@@ -155,7 +155,7 @@ def test_the_tokens_are_those_of_the_host(case):
     outputs = [request.output for _, request in (*added, (gives, takes))]
     assert [*outputs, strange.output] == expected(family)
     assert [given.reason for given, _ in (*added, (gives, takes))] == ["sent"] * len(WISHES)
-    assert pair.ports[1].stats().landed == pair.ports[0].stats().sent == len(WISHES)
+    assert pair.ports[1].counts.landed_count == pair.ports[0].counts.sent_count == len(WISHES)
     pair.close()
 
 
@@ -184,11 +184,11 @@ def test_rows_come_while_the_host_waits_for_a_device(monkeypatch):
     beside = pair.taker.add(TEXT[:66], Sampling(tokens_max=40, ignore_eos=True))
     pair.until(lambda: beside.output)
     gives, takes = pair.add(*WISHES[0])
-    receiver, is_slow, looks = pair.ports[1].receiver, False, itertools.count()
+    counts, is_slow, looks = pair.ports[1].counts, False, itertools.count()
 
     def done(_download):
         pair.ports[0].pump()
-        return not is_slow or receiver.landed_count or next(looks) > 10_000
+        return not is_slow or counts.landed_count or next(looks) > 10_000
 
     def came() -> int:
         before = read()
@@ -204,10 +204,10 @@ def test_rows_come_while_the_host_waits_for_a_device(monkeypatch):
         pair.giver.step()
     assert any(came() > 1 << 12 for _step in range(9)), "no row comes"
     quick = max(came() for _step in range(3))
-    assert not receiver.landed_count
+    assert not counts.landed_count
     is_slow = True
     assert came() > 2 * quick
-    assert receiver.landed_count
+    assert counts.landed_count
     pair.run()
     assert takes.output == expected("v32")[0]
     pair.close()

@@ -24,4 +24,4 @@ def test_tokens_are_those_of_the_plain_model(family: str) -> None:
     pair.run()
     expected = [greedy(model, text[start:stop], TOKEN_COUNT) for start, stop in SPANS]
     assert [taken.output for _, taken in added] == expected
-    assert pair.decode.port.stats().landed == len(SPANS)
+    assert pair.decode.port.counts.landed_count == len(SPANS)

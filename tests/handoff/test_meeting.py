@@ -170,7 +170,7 @@ def test_to_meet_a_group_again_changes_nothing() -> None:
         assert [(line.epoch, line.heard_s_ago) for line in made.port.peers()] == [(made.lead, 0)]
         made.turn(lambda: bool(made.came))
         made.turn(lambda: made.is_idle)
-        assert made.port.stats().landed == 1
+        assert made.port.counts.landed_count == 1
 
 
 def test_a_group_is_as_silent_as_its_most_silent_member() -> None:

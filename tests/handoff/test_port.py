@@ -91,7 +91,7 @@ class Two:
     def turn(self, until: Callable[[], bool], *, advance_s: float = 0.0) -> None:
         guard_s = time.monotonic() + GUARD_S
         while not until():
-            assert time.monotonic() < guard_s, (self.prefill.port.stats(), self.decode.came)
+            assert time.monotonic() < guard_s, (self.prefill.port.counts, self.decode.came)
             self.clock.advance(advance_s)
             for worker in self.workers:
                 worker.pump()
@@ -151,9 +151,9 @@ def test_a_prompt_goes_over_bit_for_bit(pair: Two, first: str) -> None:
     opened.fill()
     assert [pair.decode.offload.verify(layer) for layer in range(4)] == [[]] * 4
     pair.turn(lambda: not any(worker.port.is_busy for worker in pair.workers))
-    sent, got = (worker.port.stats() for worker in pair.workers)
-    assert (sent.sent, sent.lapsed, got.landed, got.missed) == (1, 0, 1, 0)
-    assert (sent.sent_bytes, got.again_count, got.refused) == (got.received_bytes, 0, 0)
+    sent, got = (worker.port.counts for worker in pair.workers)
+    assert (sent.sent_count, sent.lapsed_count, got.landed_count, got.missed_count) == (1, 0, 1, 0)
+    assert (sent.sent_bytes, got.again_count, got.refused_count) == (got.received_bytes, 0, 0)
     pair.check()
 
 
@@ -161,9 +161,9 @@ def test_only_what_is_not_cached_goes_over(pair: Two) -> None:
     for uid, page_count in ((1, 5), (2, 2)):
         pair.prefill.give(uid)
         opened = pair.decode.want(uid, pair.prefill.port.epoch)
-        before = pair.decode.port.stats().received_bytes
+        before = pair.decode.port.counts.received_bytes
         pair.turn(lambda uid=uid: len(pair.decode.came) == len(pair.prefill.left) == uid)
-        size = pair.decode.port.stats().received_bytes - before
+        size = pair.decode.port.counts.received_bytes - before
         paged = page_count * LAYOUT.host_page_bytes
         assert paged < size < paged + 1000
         assert content(opened) == expected()
@@ -182,7 +182,7 @@ def test_rows_of_another_text_or_salt_do_not_come(pair: Two) -> None:
     pair.turn(lambda: len(pair.decode.came) == 3)
     assert [type(outcome) for outcome in pair.decode.came] == [Missed] * 3
     assert all("refuses it: wrong text" in missed.sentence for missed in pair.decode.came)
-    assert pair.decode.port.stats().received_bytes == 0
+    assert pair.decode.port.counts.received_bytes == 0
     pair.check()
 
 
@@ -205,7 +205,7 @@ def test_given_up_in_the_middle_both_sides_are_rid_of_it(pair: Two) -> None:
     fill(sequence, seed=0)
     for layer in range(2):
         pair.prefill.port.sender.made(5, layer, 200)
-    pair.turn(lambda: pair.decode.port.stats().received_bytes > 0)
+    pair.turn(lambda: pair.decode.port.counts.received_bytes > 0)
     pair.decode.port.receiver.give_up(5)
     opened.close()
     pair.turn(lambda: bool(pair.prefill.left))

@@ -80,7 +80,7 @@ def test_what_is_cached_is_not_asked_for_and_not_touched(pair: Pair) -> None:
         pair.peer.release(Reason.SETTLED, uid=UID + 1)
     assert isinstance(pair.ended(), Landed)
     assert content(sequence) == content(pair.peer.sequence)
-    assert pair.receiver.received_bytes < 2 * 12 * LAYOUT.host_page_bytes
+    assert pair.port.counts.received_bytes < 2 * 12 * LAYOUT.host_page_bytes
     pair.check()
 
 
@@ -90,9 +90,9 @@ def test_a_piece_of_a_cached_page_is_refused(guarded: Pair) -> None:
     guarded.ended()
     room = guarded.expect(guarded.open(TOKENS), uid=UID + 1)
     piece = Piece(UID + 1, PieceKind.ROWS, 0, 1, 1, 2, LAYOUT.page_bytes, 0)
-    refused = guarded.receiver.refused_count
+    refused = guarded.port.counts.refused_count
     guarded.peer.say(piece)
-    guarded.turn(lambda: guarded.receiver.refused_count > refused)
+    guarded.turn(lambda: guarded.port.counts.refused_count > refused)
     guarded.peer.push_all(room)
     assert isinstance(guarded.ended(), Landed)
 
@@ -218,7 +218,7 @@ def test_a_corrupt_piece_is_asked_for_again(pair: Pair) -> None:
     pair.peer.push_windows(room)
     pair.peer.tell_count(WANTED)
     pair.settle()
-    assert pair.receiver.refused_count == 1
+    assert pair.port.counts.refused_count == 1
     pair.clock.advance(1)
     pair.turn(lambda: bool(pair.peer.of(Again)))
     assert pair.peer.of(Again) == [Again(UID, PieceKind.ROWS, 1, 2, 0, 4)]
@@ -234,7 +234,7 @@ def test_a_second_copy_that_has_come_in_part_is_waited_for() -> None:
         sequence = pair.open(TOKENS)
         room = pair.expect(sequence)
         pair.peer.push_pages(room)
-        pair.turn(lambda: pair.receiver.received_bytes >= 16 * layout.page_bytes)
+        pair.turn(lambda: pair.port.counts.received_bytes >= 16 * layout.page_bytes)
         pair.settle()
         rows, row = pair.peer.pools.latent.rows, int(pair.peer.sequence.holding.host_rows(0, 1)[0])
         pair.peer.push_windows(room)

@@ -284,10 +284,10 @@ def test_only_a_fresh_sequence_on_the_host_may_land(guarded: Pair) -> None:
     for uid in (-1, 1 << 63):
         with pytest.raises(BadInput, match=f"uid is {uid}"):
             guarded.receiver.expect(fresh, uid=uid, peer=epoch)
-    assert guarded.receiver.missed_count == 0, "of these, none was a handoff"
+    assert guarded.port.counts.missed_count == 0, "of these, none was a handoff"
     with pytest.raises(BadInput, match="peer 0000000000000005 is not connected"):
         guarded.receiver.expect(fresh, uid=UID, peer=5)
-    assert (len(guarded.receiver), guarded.receiver.missed_count) == (0, 1)
+    assert (len(guarded.receiver), guarded.port.counts.missed_count) == (0, 1)
     guarded.check()
 
 
@@ -305,7 +305,7 @@ def test_a_stranger_among_the_peers_moves_nothing(guarded: Pair) -> None:
     guarded.peer.transport.post(
         Transfer(peer=guarded.peer.peer, notification=b"no frame", within_s=WAIT_S)
     )
-    guarded.turn(lambda: guarded.port.stats().refused == 3)
+    guarded.turn(lambda: guarded.port.counts.refused_count == 3)
     assert guarded.outcomes == []
     guarded.peer.push_all(room)
     assert isinstance(guarded.ended(), Landed)

@@ -65,8 +65,8 @@ def test_the_receiver_may_come_at_any_time(kind: str, moment: str) -> None:
         assert Counter(receiver.units(ROWS)).most_common(1)[0][1] == 1, "a page came twice"
         landed(made)
         assert sequence.state == "closed"
-        assert made.sender.stats().sent == 1
-        assert made.sender.stats().sent_bytes == sum(each.byte_count for each in receiver.pieces)
+        assert made.port.counts.sent_count == 1
+        assert made.port.counts.sent_bytes == sum(each.byte_count for each in receiver.pieces)
 
 
 def test_what_waited_for_the_receiver_goes_in_few_pieces() -> None:
@@ -173,9 +173,9 @@ def test_again_sends_only_what_had_been_sent() -> None:
         receiver.say(Again(UID, KEYS, 60, 61, 0, 1))
         receiver.say(Again(UID, PieceKind.STATE, 0, 1, 0, 1))
         made.settle()
-        again = [(piece.kind, piece.page_begin, piece.page_end) for piece in receiver.pieces]
-        assert again[before:] == [(ROWS, 1, 2)]
-        assert made.sender.stats().again_count == LAYERS - 1
+        [again] = receiver.pieces[before:]
+        assert (again.kind, again.page_begin, again.page_end) == (ROWS, 1, 2)
+        assert (again.layer_begin, again.layer_end) == (1, LAYERS)
         made.chunk(sequence, 128, 300)
         made.sender.finish(UID, made.windows_of(PROMPT))
         landed(made)
@@ -218,11 +218,11 @@ def test_transfers_that_failed_are_posted_again() -> None:
         sequence = made.whole(PROMPT)
         pages = sequence.holding.host_pages.copy()
         made.settle()
-        failed = made.sender.stats().failed_count
+        failed = made.port.counts.failed_count
         assert failed > 0
         assert not made.receiver.pieces
         made.settle()
-        assert made.sender.stats().failed_count == failed, "it tried again without a pause"
+        assert made.port.counts.failed_count == failed, "it tried again without a pause"
         made.receiver.end.allow(UID)
         made.clock.advance(transfers.RETRY_S)
         made.until(made.receiver.has_all)
@@ -290,7 +290,7 @@ def test_a_reserved_that_comes_twice_and_another_one() -> None:
         made.sender.take(first, peer=made.receiver.end.epoch + 1)
         made.settle()
         assert [each.reason for each in made.receiver.of(Refused)] == [Reason.DUPLICATE]
-        assert made.sender.stats().refused == 2
+        assert made.port.counts.refused_count == 2
         made.sender.give_up(UID)
 
 
@@ -416,7 +416,7 @@ def test_more_handoffs_at_once_than_places_to_pack_windows() -> None:
         for uid in prompts:
             made.done(uid)
         made.until(lambda: not len(made.sender))
-        assert made.sender.stats().sent == len(prompts)
+        assert made.port.counts.sent_count == len(prompts)
 
 
 def test_rows_that_were_never_stored_do_not_leave() -> None:

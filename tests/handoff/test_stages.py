@@ -63,9 +63,14 @@ def test_a_prompt_lands_bit_for_bit(kind: str, split: str, first: str) -> None:
         assert [type(end) for stage in made.stages for end in stage.left] == [Sent] * len(
             made.stages
         )
-        got = made.port.stats()
-        sent = sum(stage.port.stats().sent_bytes for stage in made.stages)
-        assert (got.landed, got.missed, got.again_count, got.refused) == (1, 0, 0, 0)
+        got = made.port.counts
+        sent = sum(stage.port.counts.sent_bytes for stage in made.stages)
+        assert (got.landed_count, got.missed_count, got.again_count, got.refused_count) == (
+            1,
+            0,
+            0,
+            0,
+        )
         assert got.received_bytes == sent
         made.check()
 
@@ -91,10 +96,10 @@ def test_only_what_is_not_cached_goes_over(two: Tier) -> None:
     for uid, page_count in ((1, 5), (2, 2)):
         two.give(uid)
         sequence = two.want(uid)
-        before = two.port.stats().received_bytes
+        before = two.port.counts.received_bytes
         landed(two, uid)
         paged = page_count * two.layout.host_page_bytes
-        assert paged < two.port.stats().received_bytes - before < paged + 1000
+        assert paged < two.port.counts.received_bytes - before < paged + 1000
         assert content(sequence) == two.expected()
         sequence.close()
         two.turn(lambda: two.is_idle)
@@ -182,8 +187,8 @@ def half_made(made: Tier) -> None:
     for stage in made.stages:
         stage.offer()
         stage.made(UID, 0, 200)
-    before = made.port.stats().received_bytes
-    made.turn(lambda: made.port.stats().received_bytes > before)
+    before = made.port.counts.received_bytes
+    made.turn(lambda: made.port.counts.received_bytes > before)
     made.settle()
 
 

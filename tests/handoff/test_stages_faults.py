@@ -71,7 +71,7 @@ def test_over_bad_networks_all_lands_or_nothing_does(kind: str, seed: int) -> No
         assert sum(sum(stage.transport.injected.values()) for stage in made.stages) > 3
         made.check()
         if kind in ("inprocess", "unguarded"):
-            assert made.port.stats().landed == len(UIDS), made.came
+            assert made.port.counts.landed_count == len(UIDS), made.came
 
 
 class Script:

@@ -185,13 +185,13 @@ def test_a_spoilt_part_does_not_count_whichever_copy_it_is(pair: Pair) -> None:
     pair.settle()
     pair.peer.push_state(room)
     pair.settle()
-    assert pair.receiver.refused_count == 0, "a copy like the first is none the worse"
+    assert pair.port.counts.refused_count == 0, "a copy like the first is none the worse"
     place = len(memory) - 1
     pair.peer.push_state(room, range(2, 3))
     memory[place] ^= 1
     pair.settle()
     memory[place] ^= 1
-    assert pair.receiver.refused_count == 1
+    assert pair.port.counts.refused_count == 1
     pair.peer.push_pages(room)
     pair.peer.push_windows(room)
     pair.peer.tell_count(29)
@@ -225,7 +225,7 @@ def test_pieces_of_other_sizes_and_places_are_refused(pair: Pair) -> None:
     room = pair.expect(sequence)
     for number, piece in enumerate(wrong_pieces(), start=1):
         pair.peer.say(piece)
-        pair.turn(lambda number=number: pair.receiver.refused_count == number)
+        pair.turn(lambda number=number: pair.port.counts.refused_count == number)
     pair.peer.push_all(room)
     assert isinstance(pair.finish(), Landed)
     sequence.close()
@@ -235,7 +235,7 @@ def test_where_rows_are_all_no_state_is_taken() -> None:
     with paired("inprocess") as pair:
         room = pair.expect(pair.open(range(200)))
         pair.peer.say(Piece(UID, STATE, 0, 1, 0, 1, 100, 0))
-        pair.turn(lambda: pair.receiver.refused_count == 1)
+        pair.turn(lambda: pair.port.counts.refused_count == 1)
         pair.peer.push_all(room)
         assert isinstance(pair.ended(), Landed)
 
@@ -252,13 +252,13 @@ def test_what_comes_late_spoils_nothing(pair: Pair) -> None:
     second = pair.open(TOKENS)
     room = pair.expect(second, uid=UID + 1)
     assert room.window_at == old.window_at
-    refused = pair.receiver.refused_count
+    refused = pair.port.counts.refused_count
     if pair.peer.transport.guards:
         pair.peer.push_state(old)
         pair.turn(lambda: pair.peer.failed_count == 1)
     else:
         pair.peer.say(Piece(UID, STATE, 0, 1, 0, 1, geometry.STATE_UNIT_BYTES, 0))
-        pair.turn(lambda: pair.receiver.refused_count == refused + 1)
+        pair.turn(lambda: pair.port.counts.refused_count == refused + 1)
     pair.peer.push_all(room)
     if not pair.peer.transport.guards:
         pair.turn(lambda: pair.receiver._entries[UID + 1].legs[0].ending is not None)
@@ -281,9 +281,9 @@ def test_a_state_from_a_stranger_is_refused() -> None:
         pair.peer.transport = stranger
         pair.peer.say(Piece(UID, STATE, 0, 1, 0, 1, geometry.STATE_UNIT_BYTES, 0))
         pair.peer.transport = ours
-        pair.turn(lambda: bool(stranger.poll()) or pair.receiver.refused_count == 1)
+        pair.turn(lambda: bool(stranger.poll()) or pair.port.counts.refused_count == 1)
         pair.settle()
-        assert pair.receiver.refused_count == 1
+        assert pair.port.counts.refused_count == 1
         pair.peer.push_all(room)
         assert isinstance(pair.ended(), Landed)
 
@@ -339,8 +339,8 @@ def test_a_state_goes_over_in_bounded_parts(
         assert beside(opened, len(wanted)) == wanted
         opened.close()
         pair.turn(lambda: not any(worker.port.is_busy for worker in pair.workers))
-        sent, got = (worker.port.stats() for worker in pair.workers)
-        assert (sent.sent_bytes, got.again_count, got.refused) == (got.received_bytes, 0, 0)
+        sent, got = (worker.port.counts for worker in pair.workers)
+        assert (sent.sent_bytes, got.again_count, got.refused_count) == (got.received_bytes, 0, 0)
         pair.check()
 
 

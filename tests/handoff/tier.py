@@ -214,7 +214,7 @@ class Tier:
     def turn(self, until: Callable[[], bool], *, advance_s: float = 0.0) -> None:
         guard_s = time.monotonic() + GUARD_S
         while not until():
-            assert time.monotonic() < guard_s, (self.port.stats(), self.came)
+            assert time.monotonic() < guard_s, (self.port.counts, self.came)
             self.clock.advance(advance_s)
             self.step()
 

@@ -203,4 +203,4 @@ def test_a_prompt_lands_with_the_keys_of_its_indexers() -> None:
     pair.run()
     assert [given.reason for given, _ in added] == ["sent"] * len(asked)
     assert [taken.output for _, taken in added] == alone(asked, model=model)
-    assert pair.decode.port.stats().landed == len(asked)
+    assert pair.decode.port.counts.landed_count == len(asked)

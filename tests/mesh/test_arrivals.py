@@ -98,7 +98,7 @@ def test_tokens_of_prompts_that_were_made_elsewhere(shape: Shape):
         again = tier.add(lead, 200)
         tier.run(lead)
         assert again.cached_count >= 128
-        assert tier.port.stats().landed == len(LENGTHS) + 1
+        assert tier.port.counts.landed_count == len(LENGTHS) + 1
         return [request.output for request in (*made, again)]
 
     made = run_mesh(shape, act, port_of=tier.port_of, promise="some")
@@ -120,7 +120,9 @@ def test_what_is_given_up_or_missed_ends_alike_everywhere():
         tier.prefill.port.close()
         tier.run(lead)
         assert first.reason == "cancelled"
-        assert tier.port.stats().missed == 2, "of a peer that is not known, and of one that is gone"
+        assert tier.port.counts.missed_count == 2, (
+            "of a peer that is not known, and of one that is gone"
+        )
         return [request.output for request in (second, unknown, alone)]
 
     made = run_mesh(Shape(tp=2, pp=2), act, port_of=tier.port_of)

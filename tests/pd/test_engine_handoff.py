@@ -50,17 +50,17 @@ def test_tokens_are_those_of_an_engine_alone(mtp: int, depth: int, index_pages: 
     pair.run()
     assert [given.reason for given, _ in added] == ["sent"] * len(asked)
     assert [taken.output for _, taken in added] == expected(mtp)
-    assert pair.decode.port.stats().landed == len(asked)
+    assert pair.decode.port.counts.landed_count == len(asked)
 
 
 def test_prefixes_that_both_sides_have_do_not_travel_again():
     pair = Pair(mtp=2)
     first = pair.add(TEXT[:400], Sampling(tokens_max=4, ignore_eos=True))
     pair.run()
-    before = pair.decode.port.stats().received_bytes
+    before = pair.decode.port.counts.received_bytes
     second = pair.add([*TEXT[:400], *TEXT[500:520]], Sampling(tokens_max=4, ignore_eos=True))
     pair.run()
-    after = pair.decode.port.stats().received_bytes
+    after = pair.decode.port.counts.received_bytes
     assert second[1].cached_count == 5 * 64
     assert second[0].cached_count == 5 * 64
     assert after - before < before / 2
@@ -121,7 +121,7 @@ def test_either_leg_may_come_first(first: str, uid: int):
     pair.run()
     taken = late if first == "give" else early
     assert [taken.output] == alone([(TEXT[:200], wish)])
-    assert pair.decode.port.stats().landed == pair.prefill.port.stats().sent == 1
+    assert pair.decode.port.counts.landed_count == pair.prefill.port.counts.sent_count == 1
 
 
 def test_choices_of_one_prompt_are_handed_over_once():
@@ -136,7 +136,7 @@ def test_choices_of_one_prompt_are_handed_over_once():
     assert (given.reason, gift.reason) == ("sent", "sent")
     expected = alone([(TEXT[:150], wish) for wish in wishes], mtp=2)
     assert [leader.output, *(other.output for other in others)] == expected
-    assert pair.decode.port.stats().landed == 1
+    assert pair.decode.port.counts.landed_count == 1
     assert [other.cached_count for other in others] == [128] * 3
 
 
@@ -237,7 +237,7 @@ def test_rows_that_do_not_come_are_computed_here(cause: str):
     taken = missed(pair, cause)
     run_to_end(pair, taken)
     assert [taken.output] == alone([(TEXT[:200], taken.sampling)])
-    assert pair.decode.port.stats().missed == 1
+    assert pair.decode.port.counts.missed_count == 1
     assert [type(each) for each in pair.decode.engine.ended_handoffs] == [Missed]
 
 

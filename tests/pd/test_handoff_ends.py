@@ -75,7 +75,7 @@ def test_a_request_that_gives_may_be_cancelled_at_any_time(state: str):
     pair.run()
     assert given.reason == ("sent" if state == "finished" else "cancelled")
     assert [taken.output] == alone([(TEXT[:300], WISH)])
-    assert pair.decode.port.stats().landed == (state == "finished")
+    assert pair.decode.port.counts.landed_count == (state == "finished")
     assert_free(pair.prefill, pair.decode)
 
 
@@ -111,7 +111,7 @@ def test_a_lease_ends_what_nobody_fetches():
     pair.clock.advance(3.5)
     pair.step()
     assert_free(pair.prefill)
-    assert pair.prefill.port.stats().lapsed == 1
+    assert pair.prefill.port.counts.lapsed_count == 1
 
 
 def test_a_prompt_waits_for_pages_of_prompts_that_nobody_has_fetched_yet():

@@ -304,9 +304,9 @@ def test_many_unknown_uids_cost_no_memory(landed: Landed) -> None:
     before = tracemalloc.get_traced_memory()[0]
     for uid in range(1_000, 51_000):
         object.__setattr__(piece, "uid", uid)
-        arrivals.take(piece, sender=PREFILL, read=landed.read)
+        verdict = arrivals.take(piece, sender=PREFILL, read=landed.read)
+        assert verdict is Verdict.UNKNOWN
     grown = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
-    assert arrivals.verdicts == {Verdict.UNKNOWN: 50_000}
     assert len(arrivals) == 1
     assert grown < 64 << 10

@@ -18,6 +18,7 @@ from ess.adapters.vllm.requests import Order
 from ess.adapters.vllm.settings import Settings
 from ess.adapters.vllm.staging import Staging
 from ess.clock import RealClock
+from ess.door.handoff.endings import HandoffCounts
 from ess.door.handoff.outgoing.sender import Sender
 from ess.door.handoff.outgoing.units import Part
 from ess.errors import BadInput, PoolFull
@@ -30,19 +31,6 @@ from ess.transfer.transport import Completed, Event, Failed, Notification, PeerL
 from ess.transfer.transports.tcp import TcpTransport
 
 LOG: Final = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    length_max: int
-
-
-@dataclass(frozen=True, slots=True)
-class NoPools:
-    """Tells the sender that this worker has no ESS pools."""
-
-    layout: ModelLayout
-    sizes: Lengths
 
 
 class BlockPages:
@@ -117,13 +105,15 @@ class Outbox:
         self._transport = TcpTransport(who, host=settings.transfer_host, port=port)
         self._transport.register([self._staging.region()])
         self._sender = Sender(
-            NoPools(reader.layout, Lengths(length_max=1)),
+            reader.layout,
             Mail(
                 transport=self._transport,
                 seal=self._seal,
                 clock=RealClock(),
                 wait_s=settings.wait_s,
             ),
+            HandoffCounts(),
+            length_max=1,
             lease_s=settings.lease_s,
         )
         self._leaving: dict[str, Leaving] = {}

@@ -60,14 +60,18 @@ class Lapsed:
     timeline: Timeline
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SenderStats:
-    """Counts since the beginning: handoffs, messages refused, units asked for again, transfers that
-    failed, and bytes."""
+@dataclass(slots=True, kw_only=True)
+class HandoffCounts:
+    """What a port has counted since its beginning: handoffs by their end, bytes that came and that
+    left, pieces that it asked for again, transfers that failed, pieces and messages that it has
+    refused."""
 
-    sent: int
-    lapsed: int
-    refused: int
-    again_count: int
-    failed_count: int
-    sent_bytes: int
+    landed_count: int = 0
+    missed_count: int = 0
+    sent_count: int = 0
+    lapsed_count: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    again_count: int = 0
+    failed_count: int = 0
+    refused_count: int = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ess.clock import Clock
+from ess.door.handoff.endings import HandoffCounts
 from ess.door.handoff.geometry import Ground
 from ess.door.handoff.incoming.receiver import Receiver
 from ess.door.handoff.outgoing.sender import Sender
@@ -47,22 +48,6 @@ class PeerLine:
     heard_s_ago: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PortStats:
-    """Handoffs by their end, bytes of what was taken and sent, ranges that were asked for again,
-    transfers that failed, pieces and messages that were refused."""
-
-    landed: int
-    missed: int
-    sent: int
-    lapsed: int
-    received_bytes: int
-    sent_bytes: int
-    again_count: int
-    failed_count: int
-    refused: int
-
-
 class Port:
     """Owns the transport. Everything happens inside `pump`, which waits for nothing: the thread of
     the offload calls it between layers and between steps, and then asks both for `outcomes`."""
@@ -81,14 +66,15 @@ class Port:
         defers: bool = False,
     ) -> None:
         self._mail = mail = Mail(transport=transport, seal=seal, clock=clock, wait_s=wait_s)
+        self.counts = counts = HandoffCounts()
         self.receiver = Receiver(
-            offload, mail, arrivals_max=arrivals_max, ground=ground, defers=defers
+            offload, mail, counts, arrivals_max=arrivals_max, ground=ground, defers=defers
         )
-        self.sender = Sender(offload, mail, lease_s=lease_s)
+        longest = offload.sizes.length_max
+        self.sender = Sender(offload.layout, mail, counts, length_max=longest, lease_s=lease_s)
         self._transport = transport
         self._heard_s: dict[int, float] = {}
         self._released: dict[tuple[int, int], None] = {}
-        self._strange_count = 0
         self._is_open = True
 
     @property
@@ -152,20 +138,6 @@ class Port:
             for lead, group in self.receiver.origins.leads().items()
         ]
 
-    def stats(self) -> PortStats:
-        receiver, sent = self.receiver, self.sender.stats()
-        return PortStats(
-            landed=receiver.landed_count,
-            missed=receiver.missed_count,
-            sent=sent.sent,
-            lapsed=sent.lapsed,
-            received_bytes=receiver.received_bytes,
-            sent_bytes=sent.sent_bytes,
-            again_count=receiver.again_count,
-            failed_count=sent.failed_count,
-            refused=receiver.refused_count + sent.refused + self._strange_count,
-        )
-
     def close(self) -> None:
         """Ends all handoffs; a second call does nothing."""
         if self._is_open:
@@ -200,11 +172,10 @@ class Port:
         """A message counts when it is sealed, and its peer sent it, to this boot of this worker."""
         try:
             envelope = self._mail.seal.opened(content)
+            if (envelope.sender, envelope.receiver) != (peer, self.epoch):
+                raise BadInput(f"a message of {envelope.sender:016x} comes from {peer:016x}")
         except BadInput:
-            self._strange_count += 1
-            return
-        if (envelope.sender, envelope.receiver) != (peer, self.epoch):
-            self._strange_count += 1
+            self.counts.refused_count += 1
             return
         if peer in self._heard_s:
             self._heard_s[peer] = self._mail.now_s()

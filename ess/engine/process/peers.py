@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import Final, Literal
 
 from ess.clock import Clock
@@ -123,20 +124,11 @@ class Peers:
         """None for a worker that hands nothing over."""
         if self._port is None:
             return None
-        stats = self._port.stats()
         lines = tuple(map(_line, ended))
         return HandoffStatus(
             open_arrival_count=len(self._port.receiver),
             open_departure_count=len(self._port.sender),
-            landed_count=stats.landed,
-            missed_count=stats.missed,
-            sent_count=stats.sent,
-            lapsed_count=stats.lapsed,
-            received_bytes=stats.received_bytes,
-            sent_bytes=stats.sent_bytes,
-            again_count=stats.again_count,
-            failed_count=stats.failed_count,
-            refused_count=stats.refused,
+            **asdict(self._port.counts),
             peers=self._peer_lines(),
             recent=lines[::-1],
         )

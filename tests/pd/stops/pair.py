@@ -191,9 +191,9 @@ def _check_left(pair: Pair) -> None:
 def _check_next(pair: Pair) -> None:
     """The pair works as if nothing had been, and rows come over the network again."""
     decode = pair.actors[1].worker
-    landed_count = decode.port.stats().landed
+    landed_count = decode.port.counts.landed_count
     legs = pair.add(9, PROMPTS[2], take_first=False)
     pair.settle()
     assert legs[1][1].output == answers()[2], f"{legs[1][1].refusal}"
-    assert decode.port.stats().landed == landed_count + 1, "the next handoff has not landed"
+    assert decode.port.counts.landed_count == landed_count + 1, "the next handoff has not landed"
     _check_left(pair)

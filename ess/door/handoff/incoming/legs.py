@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from ess.door.handoff.endings import HandoffCounts
 from ess.door.handoff.incoming.leg import NAG_S, NAG_S_MAX, Leg
 from ess.door.handoff.incoming.origins import Origin
 from ess.errors import BadInput, BadState
@@ -46,14 +47,14 @@ class Legs:
     def __init__(
         self,
         mail: Mail,
+        counts: HandoffCounts,
         *,
         legs_max: int,
         read: Callable[[Leg, Piece], list[memoryview]],
         accept: Callable[[Leg], None],
         knows: Callable[[int], bool],
     ) -> None:
-        self.received_bytes = 0
-        self.again_count = 0
+        self._counts = counts
         self._mail = mail
         self._transport = mail.transport
         self._read = read
@@ -63,13 +64,6 @@ class Legs:
         self._open: dict[tuple[int, int], Leg] = {}
         self._over: list[Leg] = []
         self._strays: dict[tuple[int, int], None] = {}
-
-    @property
-    def refused_count(self) -> int:
-        """Pieces that were not taken."""
-        good = (Verdict.TAKEN, Verdict.DUPLICATE)
-        counts = self._arrivals.verdicts.items()
-        return sum(count for verdict, count in counts if verdict not in good)
 
     # ---- what the owner of the handoffs does
 
@@ -177,6 +171,7 @@ class Legs:
             return self._read(leg, piece)
 
         verdict = self._arrivals.take(piece, sender=peer, read=read)
+        self._counts.refused_count += verdict not in (Verdict.TAKEN, Verdict.DUPLICATE)
         if leg is None:
             return
         if verdict is Verdict.TAKEN:
@@ -189,7 +184,7 @@ class Legs:
 
     def _taken(self, leg: Leg, piece: Piece) -> None:
         now_s = self._mail.now_s()
-        self.received_bytes += piece.byte_count
+        self._counts.received_bytes += piece.byte_count
         leg.is_answered = True
         leg.mark("first piece", now_s)
         leg.moved(now_s)
@@ -307,7 +302,7 @@ class Legs:
 
     def _ask(self, leg: Leg) -> None:
         for _, again in zip(range(AGAINS_MAX), leg.arrival.missing(), strict=False):
-            self.again_count += 1
+            self._counts.again_count += 1
             self._mail.post(again, leg.peer)
 
 

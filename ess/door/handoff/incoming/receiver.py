@@ -21,7 +21,7 @@ import numpy as np
 from ess.array_types import Bytes, PageIds
 from ess.door.checks import in_range
 from ess.door.handoff import geometry
-from ess.door.handoff.endings import Landed, Missed
+from ess.door.handoff.endings import HandoffCounts, Landed, Missed
 from ess.door.handoff.incoming.arriving import Arriving
 from ess.door.handoff.incoming.leg import Leg
 from ess.door.handoff.incoming.legs import Legs
@@ -63,14 +63,14 @@ class Receiver:
         self,
         offload: Offload,
         mail: Mail,
+        counts: HandoffCounts,
         *,
         arrivals_max: int,
         ground: geometry.Ground | None = None,
         defers: bool = False,
     ) -> None:
         in_range("arrivals_max", arrivals_max, 1, 4096)
-        self.landed_count = 0
-        self.missed_count = 0
+        self._counts = counts
         self._offload = offload
         self._pools = offload.owner.pools
         lies_in = ground or self._pools.latent
@@ -82,6 +82,7 @@ class Receiver:
         self.origins = Origins(self._layout)
         self._legs = Legs(
             mail,
+            counts,
             legs_max=arrivals_max * self._layout.group_count,
             read=self._read,
             accept=self._accept,
@@ -103,18 +104,6 @@ class Receiver:
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def received_bytes(self) -> int:
-        return self._legs.received_bytes
-
-    @property
-    def again_count(self) -> int:
-        return self._legs.again_count
-
-    @property
-    def refused_count(self) -> int:
-        return self._legs.refused_count
 
     # ---- what the owner of the sequences does
 
@@ -213,7 +202,7 @@ class Receiver:
             raise BadInput(f"{sequence!r} has rows that were not cached: nothing may land on them")
         origins = self.origins.find(peer)
         if origins is None:
-            self.missed_count += 1
+            self._counts.missed_count += 1
             raise BadInput(f"peer {peer:016x} is not connected; {len(self.origins)} peers are")
         if uid in self._entries:
             raise BadInput(f"handoff {uid} is under way already")
@@ -313,7 +302,7 @@ class Receiver:
         elif entry.missed is None:
             self._land(entry)
         else:
-            self.missed_count += 1
+            self._counts.missed_count += 1
             sentence = entry.missed.sentence
             self._outcomes.append(Missed(entry.uid, sentence, entry.timeline()))
         del self._entries[entry.uid]
@@ -331,7 +320,7 @@ class Receiver:
             self._lent.add(entry.slot)
             entry.sequence.holding.lend(self._state(entry), partial(self._returned, entry.slot))
         land(self._pools.latent, entry.sequence, entry.pages, entry.row_count)
-        self.landed_count += 1
+        self._counts.landed_count += 1
         timeline = entry.timeline(self._mail.now_s())
         self._outcomes.append(Landed(entry.uid, entry.windows(), timeline))
 

@@ -22,21 +22,6 @@ from ess.transfer.runs import Region, Runs
 from ess.units import PAGE_ROWS, div_ceil
 
 
-class Lengths(Protocol):
-    @property
-    def length_max(self) -> int: ...
-
-
-class Worker(Protocol):
-    """What a sender asks of an Offload, or of another engine: how rows lie, how many at most."""
-
-    @property
-    def layout(self) -> ModelLayout: ...
-
-    @property
-    def sizes(self) -> Lengths: ...
-
-
 class Pages(Protocol):
     @property
     def layout(self) -> ModelLayout: ...

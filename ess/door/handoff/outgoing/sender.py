@@ -20,7 +20,6 @@ handoff that goes on, and a receiver that asks for the same again and again does
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence as Many
 from contextlib import ExitStack
 from typing import Final
@@ -29,14 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ess.door.handoff import geometry
-from ess.door.handoff.endings import Lapsed, SenderStats, Sent
+from ess.door.handoff.endings import HandoffCounts, Lapsed, Sent
 from ess.door.handoff.outgoing.departure import Departure, Target
 from ess.door.handoff.outgoing.orphans import Orphans
-from ess.door.handoff.outgoing.pages import Pages, SequencePages, Worker
+from ess.door.handoff.outgoing.pages import Pages, SequencePages
 from ess.door.handoff.outgoing.transfers import Transfers
 from ess.door.handoff.outgoing.units import PART_BYTES_MAX
 from ess.door.sequences.sequence import Sequence
 from ess.errors import BadInput, PoolFull
+from ess.layout import ModelLayout
 from ess.transfer.mail import Mail
 from ess.transfer.messages import (
     Again,
@@ -55,28 +55,32 @@ TELL_S: Final = 1.0
 
 
 class Sender:
+    """Hands over prompts of at most `length_max` tokens, whose rows lie as the layout says."""
+
     def __init__(
         self,
-        offload: Worker,
+        layout: ModelLayout,
         mail: Mail,
+        counts: HandoffCounts,
         *,
+        length_max: int,
         lease_s: float = 30.0,
     ) -> None:
-        self._layout = offload.layout
+        self._layout = layout
         self._mail = mail
         self._lease_s = lease_s
         self._open: dict[int, Departure] = {}
         self._ended: set[Departure] = set()
         self._orphans = Orphans(wait_s=mail.wait_s)
         self._looked_s = float("-inf")
-        self._counts: Counter[str] = Counter()
+        self._counts = counts
         self._outcomes: list[Sent | Lapsed] = []
-        longest, layout = offload.sizes.length_max, offload.layout
         self._transfers = Transfers(
             mail,
+            counts,
             place_bytes=max(
-                geometry.window_bytes(layout, layout.group_count, longest),
-                min(layout.request_state_bytes(longest), PART_BYTES_MAX),
+                geometry.window_bytes(layout, layout.group_count, length_max),
+                min(layout.request_state_bytes(length_max), PART_BYTES_MAX),
             ),
         )
 
@@ -157,17 +161,6 @@ class Sender:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def stats(self) -> SenderStats:
-        counts = self._counts
-        return SenderStats(
-            sent=counts["sent"],
-            lapsed=counts["lapsed"],
-            refused=counts["refused"],
-            again_count=counts["again"],
-            failed_count=self._transfers.failed_count,
-            sent_bytes=self._transfers.sent_bytes,
-        )
-
     # ---- what a peer says
 
     def take(self, message: Message, *, peer: int) -> None:
@@ -212,8 +205,7 @@ class Sender:
         departure = self._of_peer(message.uid, peer)
         if departure is None or message.kind not in departure.units:
             return
-        asked = departure.asked(message)
-        self._counts["again"] += departure.units[message.kind].again(asked)
+        departure.units[message.kind].again(departure.asked(message))
         self._go_on(departure)
 
     def _released(self, message: Release, peer: int) -> None:
@@ -307,7 +299,7 @@ class Sender:
         self._mail.post(count, departure.peer)
 
     def _refuse(self, uid: int, peer: int, reason: Reason) -> None:
-        self._counts["refused"] += 1
+        self._counts.refused_count += 1
         retry_ms = 1000 if reason is Reason.FULL else 0
         self._mail.post(Refused(uid, reason, retry_ms), peer)
 
@@ -320,9 +312,10 @@ class Sender:
         timeline = departure.timeline(self._mail.now_s())
         if reason is Reason.DONE:
             self._outcomes.append(Sent(departure.uid, timeline))
+            self._counts.sent_count += 1
         else:
             self._outcomes.append(Lapsed(departure.uid, reason, sentence, timeline))
-        self._counts["sent" if reason is Reason.DONE else "lapsed"] += 1
+            self._counts.lapsed_count += 1
         if departure.target is not None:
             self._transfers.stop(departure)
             if tell:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ess.door.handoff import geometry
+from ess.door.handoff.endings import HandoffCounts
 from ess.door.handoff.outgoing.departure import Departure
 from ess.door.handoff.outgoing.packed import Packed
 from ess.door.handoff.outgoing.units import Part
@@ -40,12 +41,10 @@ class Job:
 
 
 class Transfers:
-    """`sent_bytes` and `failed_count` are since the beginning. `place_bytes` is room for the
-    windows of any prompt, and for a part of its state."""
+    """`place_bytes` is room for the windows of any prompt, and for a part of its state."""
 
-    def __init__(self, mail: Mail, *, place_bytes: int) -> None:
-        self.sent_bytes = 0
-        self.failed_count = 0
+    def __init__(self, mail: Mail, counts: HandoffCounts, *, place_bytes: int) -> None:
+        self._counts = counts
         self._mail = mail
         self._transport = mail.transport
         self._due: dict[int, dict[int, Departure]] = {}
@@ -152,7 +151,7 @@ class Transfers:
         if job is None:
             return None
         job.departure.units[job.part.kind].landed(job.part)
-        self.sent_bytes += job.byte_count
+        self._counts.sent_bytes += job.byte_count
         return job.departure
 
     def failed(self, handle: int, reason: str) -> Departure | None:
@@ -163,7 +162,7 @@ class Transfers:
         departure.units[job.part.kind].failed(job.part)
         departure.fault = reason
         departure.paused_until_s = self._mail.now_s() + RETRY_S
-        self.failed_count += 1
+        self._counts.failed_count += 1
         return departure
 
     def abandon(self) -> list[Departure]:

@@ -110,17 +110,15 @@ class Units:
         self._of(part)[:] = Stage.WAITING
         self._may_be_due[part.layers.start : part.layers.stop] = True
 
-    def again(self, part: Part) -> int:
-        """Units of this part that have been sent are due again; returns how many. The rest is on
-        its way, or is none of these units."""
+    def again(self, part: Part) -> None:
+        """Units of this part that have been sent are due again. The rest is on its way, or is none
+        of these units."""
         pages = range(max(part.pages.start, self._first_page), part.pages.stop)
         stages = self._of(Part(self.kind, part.layers, pages))
         asked = stages == Stage.SENT
-        count = int(np.count_nonzero(asked))
+        self.sent_count -= int(np.count_nonzero(asked))
         stages[asked] = Stage.WAITING
-        self.sent_count -= count
         self._may_be_due[part.layers.start : part.layers.stop] = True
-        return count
 
     def check(self) -> None:
         stages = self._stages
