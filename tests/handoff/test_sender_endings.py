@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from ess.door.handoff.endings import Lapsed
@@ -180,3 +182,22 @@ def test_close_gives_up_every_sequence() -> None:
         made.sender.check()
         assert first.state == second.state == "closed"
         assert len(made.sender) == 0
+
+
+def test_an_offer_that_is_broken_off_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with world() as made:
+        made.receiver.reserve(PROMPT)
+        made.settle()
+        sequence = made.offload.open(PROMPT)
+        with monkeypatch.context() as patch:
+            patch.setattr(transfers.Transfers, "go_on", Mock(side_effect=OSError))
+            with pytest.raises(OSError):
+                made.sender.offer(UID, sequence, prompt=PROMPT, salt=b"")
+        assert made.sender.outcomes() == []
+        assert made.port.counts.lapsed_count == 0
+        sequence.close()
+        made.settle()
+        made.receiver.reserve(PROMPT)
+        made.whole(PROMPT)
+        landed(made)
+        assert (made.port.counts.sent_count, made.port.counts.lapsed_count) == (1, 0)

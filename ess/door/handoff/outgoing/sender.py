@@ -109,7 +109,7 @@ class Sender:
         now_s = self._mail.now_s()
         departure = Departure.of(uid, pages, prompt=prompt, salt=salt, now_s=now_s)
         with ExitStack() as undo:
-            undo.callback(self.give_up, uid)
+            undo.callback(self._withdraw, departure)
             self._open[uid] = departure
             target = self._orphans.adopt(uid)
             if target is not None:
@@ -308,7 +308,6 @@ class Sender:
     def _end(self, departure: Departure, reason: Reason, sentence: str, *, tell: bool) -> None:
         if departure.ending is not None:
             return
-        departure.ending = reason
         timeline = departure.timeline(self._mail.now_s())
         if reason is Reason.DONE:
             self._outcomes.append(Sent(departure.uid, timeline))
@@ -316,6 +315,15 @@ class Sender:
         else:
             self._outcomes.append(Lapsed(departure.uid, reason, sentence, timeline))
             self._counts.lapsed_count += 1
+        self._stop(departure, reason, tell=tell)
+
+    def _withdraw(self, departure: Departure) -> None:
+        """The offer was broken off: the handoff did not begin, and its end is not told."""
+        self._open.pop(departure.uid, None)
+        self._stop(departure, Reason.ABORTED, tell=True)
+
+    def _stop(self, departure: Departure, reason: Reason, *, tell: bool) -> None:
+        departure.ending = reason
         if departure.target is not None:
             self._transfers.stop(departure)
             if tell:
