@@ -209,7 +209,8 @@ def _tiered(folder: Path, memory: Bytes, room: Bytes, taken: dict[str, list[floa
         tier.flush()
 
     def read() -> None:
-        loading = tier.begin_load(contents, lambda place: [room[place]])
+        loading = tier.loading(contents, lambda place: [room[place]])
+        loading.begin()
         loading.wait()
         assert loading.count == len(contents), f"{loading.count} of {len(contents)} pages"
 

@@ -73,9 +73,15 @@ class Owner:
 
     def require_between_steps(self) -> None:
         self.require()
+        self.require_unbroken()
         if self.open_step is not None:
-            self.open_step.require_unbroken()
             raise BadState(f"step {self.open_step.number} is open: commit or abandon it first")
+
+    def require_unbroken(self) -> None:
+        """No step has broken off at its end."""
+        for step in (*self.sealed, self.open_step):
+            if step is not None:
+                step.require_unbroken()
 
     def own(self, sequences: Iterable[Sequence]) -> tuple[Sequence, ...]:
         """These sequences, each of which this offload has opened."""

@@ -70,9 +70,7 @@ class ManualDisk(DiskTier):
         self._late.clear()
         return count
 
-    def begin_load(
-        self, contents: Sequence[bytes], parts_of: Callable[[int], Parts]
-    ) -> LateLoading:
+    def loading(self, contents: Sequence[bytes], parts_of: Callable[[int], Parts]) -> LateLoading:
         self._loadings.append(LateLoading(self, contents, parts_of))
         return self._loadings[-1]
 
@@ -145,6 +143,9 @@ class LateLoading:
         self.is_done = False
         self.count = 0
         self._disk, self._contents, self._parts_of = disk, contents, parts_of
+
+    def begin(self) -> None:
+        """Its turn comes later."""
 
     def wait(self) -> None:
         self._read(len(self._contents))

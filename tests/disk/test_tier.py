@@ -241,13 +241,15 @@ def test_a_broken_page_is_dropped_counted_and_never_served(tmp_path: Path) -> No
 def test_a_load_counts_the_leading_pages_that_came(made: DiskTier) -> None:
     fill(made, range(20))
     pages = np.zeros((20, PAGE_BYTES), np.uint8)
-    loading = made.begin_load(texts(range(20)), lambda place: [pages[place]])
+    loading = made.loading(texts(range(20)), lambda place: [pages[place]])
+    loading.begin()
     loading.wait()
     assert loading.is_done
     assert loading.count == 20
     assert all((pages[n] == page_of(content(n))).all() for n in range(20))
     asked = [*texts(range(11)), content(99), *texts(range(12, 20))]
-    loading = made.begin_load(asked, lambda place: [pages[place]])
+    loading = made.loading(asked, lambda place: [pages[place]])
+    loading.begin()
     loading.wait()
     assert loading.count == 11
 

@@ -29,7 +29,7 @@ Arrived = Callable[[int], None]
 
 @dataclass(slots=True, eq=False)
 class PageLoad:
-    """Pages of a sequence on their way from the disk."""
+    """Pages of a sequence that come from the disk, or are to."""
 
     pages: PageIds
     claim: Claim
@@ -92,16 +92,19 @@ class Shelf:
         contents = [self._latent.prefix.content_of(page) for page in pages.tolist()]
         self._tier.use(content for content in reversed(contents) if content is not None)
 
-    def bring(self, claim: Claim, pages: PageIds, on_arrival: Arrived) -> PageLoad:
-        """Reads the claimed texts into these pages, which their sequence has taken and nothing else
-        uses. After an error none is read, and the claim is the caller's."""
+    def load_of(self, claim: Claim, pages: PageIds, on_arrival: Arrived) -> PageLoad:
+        """A load of the claimed texts into these pages, which their sequence has taken and nothing
+        else uses. It has yet to begin (`bring`)."""
         assert len(claim.contents) == len(pages) > 0, f"{len(pages)} pages are to come"
-        loading = self._tier.begin_load(
+        loading = self._tier.loading(
             claim.contents, lambda place: self._latent.parts(int(pages[place]))
         )
-        load = PageLoad(pages, claim, loading, on_arrival)
+        return PageLoad(pages, claim, loading, on_arrival)
+
+    def bring(self, load: PageLoad) -> None:
+        """Reads the pages. After an error the caller gives the load up."""
         self._loads.append(load)
-        return load
+        load.loading.begin()
 
     def settle(self) -> None:
         """Marks and publishes the pages that have come from the disk."""
@@ -124,7 +127,7 @@ class Shelf:
         self._end(load, load.loading.count)
 
     def _end(self, load: PageLoad, count: int) -> None:
-        self._loads.remove(load)
+        self._loads = [each for each in self._loads if each is not load]
         load.claim.release()
         self._latent.spoil(load.pages[count:])
         self._latent.mark_arrived(load.pages[:count], count * PAGE_ROWS)

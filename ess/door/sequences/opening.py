@@ -85,9 +85,9 @@ def _begin_on_host(
         if claim is not None:
             sequence.load(claim)
     except BaseException:
+        sequence.discard()
         if claim is not None:
             claim.release()
-        sequence.discard()
         raise
 
 

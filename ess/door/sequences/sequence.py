@@ -206,7 +206,8 @@ class Sequence:
         assert self._load is None, "a sequence is loaded once"
         first = self.progress.cached_count // PAGE_ROWS
         pages = self.holding.host_pages[first : first + len(claim.contents)]
-        self._load = self._shelf.bring(claim, pages, self._loaded)
+        self._load = self._shelf.load_of(claim, pages, self._loaded)
+        self._shelf.bring(self._load)
 
     @property
     def loaded_count(self) -> int | None:
@@ -474,11 +475,10 @@ class Sequence:
 
     def _require_no_step(self) -> None:
         if self.step_numbers:
+            self.owner.require_unbroken()
             oldest, step = self.step_numbers[0], self.owner.open_step
-            verbs = "learn"
-            if step is not None and step.number == oldest:
-                step.require_unbroken()
-                verbs = "commit or abandon"
+            is_open = step is not None and step.number == oldest
+            verbs = "commit or abandon" if is_open else "learn"
             raise BadState(f"sequence {self.number} is in step {oldest}; {verbs} it first")
 
 

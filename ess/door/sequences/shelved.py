@@ -52,12 +52,9 @@ class Shelved:
         if len(claim.contents) < len(fresh):
             claim.release()
             return False
+        load = shelf.load_of(claim, fresh, counts.append)
         try:
-            load = shelf.bring(claim, fresh, counts.append)
-        except BaseException:
-            claim.release()
-            raise
-        try:
+            shelf.bring(load)
             shelf.wait(load)
         except BaseException:
             shelf.give_up(load)

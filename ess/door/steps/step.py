@@ -45,7 +45,7 @@ class Step:
     `range`, and ranges of a layer follow each other in batch order.
 
     number          of the step; they count up
-    state           "open", "sealed" or "learned"; "broken" behind an error in the middle of a seal
+    state           "open", "sealed" or "learned"; "broken" behind an error in the middle of its end
     sequences       the batch
     lines           of each sequence, its line in the page tables
     query_counts    how many queries each sequence has
@@ -432,8 +432,10 @@ class Step:
         owner.sealed.append(self)
 
     def learn(self, *, accepted: Many[int], tokens: Tokens = None) -> None:
-        """The host's half of `commit`, for sealed steps in their order."""
+        """The host's half of `commit`, for sealed steps in their order. After an error in the
+        middle of that the offload can only be closed, as in `seal`."""
         self.owner.require()
+        self.require_unbroken()
         if self.state != "sealed":
             raise BadState(f"step {self.number} is {self.state}, not sealed")
         oldest = self.owner.sealed[0]
@@ -443,6 +445,7 @@ class Step:
         texts = known_texts(self.sequences, kept, tokens)
         self.arrays.learned(kept, number=self.number)
         rows = kept if self._brought is None else self._brought.rows_of(kept)
+        self.state = "broken"
         for place, sequence in enumerate(self.sequences):
             ids = None if texts is None else texts[place]
             counts = self.row_counts[place], rows[place]
@@ -458,7 +461,7 @@ class Step:
 
     def require_unbroken(self) -> None:
         if self.state == "broken":
-            raise BadState(f"step {self.number} broke off while it was sealed: close the offload")
+            raise BadState(f"step {self.number} broke off at its end: close the offload")
 
     def _require_open(self) -> None:
         self.owner.require()

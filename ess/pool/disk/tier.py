@@ -119,9 +119,9 @@ class DiskTier:
             self._note(f"{_damaged(count)} on the disk so far; prompts compute them again")
         return is_whole
 
-    def begin_load(self, contents: Sequence[bytes], parts_of: Callable[[int], Parts]) -> Loading:
-        """Loads in other threads, the first of `contents` first, to where `parts_of` says. After an
-        error no page is loaded any more."""
+    def loading(self, contents: Sequence[bytes], parts_of: Callable[[int], Parts]) -> Loading:
+        """A loading of these pages, the first of `contents` first, to where `parts_of` says; it has
+        yet to `begin`."""
 
         def load(first: int) -> int:
             last = min(first + READ_MAX, len(contents))
@@ -130,15 +130,8 @@ class DiskTier:
                     return place - first
             return last - first
 
-        firsts = range(0, len(contents), READ_MAX)
-        loading = Loading(len(firsts))
-        try:
-            for run, first in zip(loading.runs, firsts, strict=True):
-                self._readers.submit(_fulfil, run, partial(load, first))
-        except BaseException:
-            loading.cancel()
-            raise
-        return loading
+        jobs = [partial(load, first) for first in range(0, len(contents), READ_MAX)]
+        return Loading(self._readers, jobs)
 
     # ---- pages that come and go
 
@@ -226,11 +219,19 @@ class Claim:
 
 
 class Loading:
-    """Pages on their way to memory, several readers at once. `runs` are there before any reader is
-    asked: a pool of threads that cannot start one raises, and has the job in its queue."""
+    """Pages on their way to memory, several readers at once. Its owner has it before it begins, so
+    that it can be cancelled whatever happens meanwhile."""
 
-    def __init__(self, run_count: int) -> None:
-        self.runs = [Future[int]() for _ in range(run_count)]
+    def __init__(self, readers: ThreadPoolExecutor, jobs: Sequence[Callable[[], int]]) -> None:
+        self.runs = [Future[int]() for _ in jobs]
+        self._readers = readers
+        self._jobs = jobs
+
+    def begin(self) -> None:
+        """After an error some pages may be on their way: a pool of threads that cannot start one
+        raises, and has the job in its queue."""
+        for run, job in zip(self.runs, self._jobs, strict=True):
+            self._readers.submit(_fulfil, run, job)
 
     @property
     def is_done(self) -> bool:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -18,7 +19,9 @@ import numpy as np
 import pytest
 
 from ess.door import Offload, Sequence, Step
+from ess.door.memory.shelf import Shelf
 from ess.door.residency import row_copies
+from ess.door.sequences.progress import Progress
 from ess.errors import BadState
 from ess.pool.disk import tier
 from tests.disk.test_engine_disk import disk_of
@@ -184,6 +187,42 @@ def test_an_open_whose_reads_do_not_start_takes_nothing(
         assert sequence.cached_count == 128, "with MTP the last page is left out"
 
 
+@pytest.mark.parametrize("at", ["open", "resume"])
+def test_pages_that_are_on_their_way_from_the_disk_are_given_up(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may come when all readers are asked."""
+    disk, tokens, bring = disk_of(tmp_path, LAYOUT), list(range(200)), Shelf.bring
+
+    def broken(shelf: Shelf, *given: Any) -> None:
+        bring(shelf, *given)
+        raise Broken
+
+    with make(disk=disk) as offload:
+        sequence = filled(offload, tokens, on_device=True)
+        call = partial(offload.open, tokens, from_disk=True)
+        if at == "open":
+            sequence.close()
+        else:
+            sequence.preempt()
+            assert sequence.shelve(9) > 1
+            call = sequence.resume
+        offload.drain()
+        disk.flush()
+        offload._pools.latent.forget()
+        before, holds = state(offload), dict(disk._records._holds)
+        with monkeypatch.context() as patch:
+            patch.setattr(Shelf, "bring", broken)
+            with pytest.raises(Broken):
+                call()
+        assert state(offload) == before
+        assert not offload._pools.shelf._loads
+        assert dict(disk._records._holds) == holds
+        again = call() or sequence
+        again.wait()
+        again.close()
+
+
 def test_a_lender_that_fails_finds_the_sequence_on_the_device() -> None:
     with make(layout=replace(LAYOUT, state_bytes=8)) as offload:
         sequence = filled(offload, TOKENS, on_device=False)
@@ -220,5 +259,34 @@ def test_a_step_that_breaks_off_while_it_is_sealed_is_refused(
             *(step.abandon, lambda: step.seal(accepted=[1]), sequence.close, sequence.fill),
             *(offload.rebalance, lambda: offload.begin([sequence], query_counts=[1])),
         ):
-            with pytest.raises(BadState, match="broke off while it was sealed: close the offload"):
+            with pytest.raises(BadState, match="broke off at its end: close the offload"):
+                call()
+
+
+def test_a_step_that_breaks_off_while_it_is_learned_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of its sequences has learned what was accepted, the other has not."""
+    learned, calls = Progress.learned, list[object]()
+
+    def first(progress: Progress, *given: Any, **more: Any) -> None:
+        calls.append(progress)
+        if len(calls) > 1:
+            raise Broken
+        learned(progress, *given, **more)
+
+    with make() as offload:
+        sequences = [offload.open([token]) for token in (1, 2)]
+        step = offload.begin(sequences, query_counts=[1, 1])
+        for layer in range(LAYOUT.layer_count):
+            step.append(layer, rows(2))
+        step.seal(accepted=[1, 1])
+        monkeypatch.setattr(Progress, "learned", first)
+        with pytest.raises(Broken):
+            step.learn(accepted=[1, 1])
+        for call in (
+            *(lambda: step.learn(accepted=[1, 1]), sequences[1].close, sequences[1].preempt),
+            *(offload.rebalance, lambda: offload.begin(sequences[:1], query_counts=[1])),
+        ):
+            with pytest.raises(BadState, match="broke off at its end: close the offload"):
                 call()
