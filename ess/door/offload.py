@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
 import torch
@@ -68,10 +67,8 @@ class Offload:
         sequence_max: int = 64,
         length_max: int | str = "128k",
         query_max: int = 256,
-        part_max: int = 4,
         slot_floor: int | None = None,
         lane: Lane | None = None,
-        clock: Clock | None = None,
         poison: bool = False,
         shared: bool = False,
         common: Common | None = None,
@@ -83,12 +80,12 @@ class Offload:
 
         slot_bytes    room for rows on the device; `host_bytes` for rows and index keys on the host
         index_bytes   index keys and row maps of active pages; by default room for all host pages
-        query_max     the most queries of a step; `part_max` the most parts under way at once
+        query_max     the most queries of a step
         slot_floor    slots reserved in every group for each active sequence, or its `length_max`
                       where that is less; by default the layout's. A step that needs more reads the
                       rest in place (`Resolution.place`). Where there are fewer slots than the
                       floor, `open` admits only a `length_max` of at most as many
-        lane          makes the copies, by default beside compute; `clock` times the waits for them
+        lane          makes the copies, by default beside compute
         poison        fills freed and unwritten rows with 0xFF, which is NaN: for tests
         shared        puts the host's rows and keys into memory that other processes can map
         common        host memory with one copy of rows and keys for processes that call alike
@@ -101,32 +98,33 @@ class Offload:
         _check_layout(layout)
         device = str(device)
         floor = layout.slot_floor if slot_floor is None else slot_floor
-        _check_counts(
-            sequence_max=sequence_max, query_max=query_max, part_max=part_max, slot_floor=floor
-        )
         _check_eviction(evict, device)
         _check_lane(lane)
         sizes = PoolSizes(
             slot_bytes=_bytes("slot_bytes", slot_bytes),
             host_bytes=_bytes("host_bytes", host_bytes),
             index_bytes=None if index_bytes is None else _bytes("index_bytes", index_bytes),
-            sequence_max=sequence_max,
-            length_max=in_range("length_max", parse_size(length_max, "length_max"), 1, 1 << 31),
-            query_max=query_max,
-            part_max=part_max,
-            slot_floor=floor,
+            sequence_max=_count("sequence_max", sequence_max),
+            length_max=_count("length_max", parse_size(length_max, "length_max")),
+            query_max=_count("query_max", query_max),
+            slot_floor=_count("slot_floor", floor),
             poison=poison,
             shared=shared,
             evict=evict,
         )
         _check_disk(disk, layout, common)
-        now = clock or RealClock()
+        clock = RealClock()
         if device != "cpu":
-            own = {"lane": lane, "placement": placement, "common": common}
-            return cls(_device_side(layout, sizes, device, now, own, disk), now)
-        return cls(
-            _host_side(layout, sizes, lane or open_lane(), now, placement, disk, common), now
-        )
+            _check_device(layout, device, lane=lane, placement=placement, common=common)
+            from ess.door.device.device_side import open_device_side
+
+            return cls(open_device_side(layout, sizes, device, clock, disk), clock)
+        try:
+            lane = lane or open_lane()
+            pools = build_pools(layout, sizes, lane, disk, common)
+            return cls(HostSide(pools, lane, clock, placement), clock)
+        except MemoryError as error:
+            raise Unavailable(f"no memory for these pools: {error}") from error
 
     # ---- what may be read
 
@@ -368,22 +366,12 @@ class Offload:
         self.close()
 
 
-def _device_side(
-    layout: ModelLayout,
-    sizes: PoolSizes,
-    device: str,
-    clock: Clock,
-    own: Mapping[str, object],
-    disk: DiskTier | None,
-) -> Side:
-    """Refuses arguments that a device has of its `own`."""
+def _check_device(layout: ModelLayout, device: str, **own: object) -> None:
+    """A device has a lane of its `own`, and so on: none may be given."""
     for name, value in own.items():
         if value is not None:
             raise BadInput(f"{name} is given, but {device!r} has its own")
     check_on_device(layout, device)
-    from ess.door.device.device_side import open_device_side
-
-    return open_device_side(layout, sizes, device, clock, disk)
 
 
 def _check_layout(layout: ModelLayout) -> None:
@@ -398,24 +386,8 @@ def _check_lane(lane: Lane | None) -> None:
         raise BadInput(f"lane is {lane!r}, must be a lane of ess.flashtrans")
 
 
-def _host_side(
-    layout: ModelLayout,
-    sizes: PoolSizes,
-    lane: Lane,
-    clock: Clock,
-    placement: MakePlacement | None,
-    disk: DiskTier | None,
-    common: Common | None,
-) -> HostSide:
-    try:
-        return HostSide(build_pools(layout, sizes, lane, disk, common), lane, clock, placement)
-    except MemoryError as error:
-        raise Unavailable(f"no memory for these pools: {error}") from error
-
-
-def _check_counts(**named: int) -> None:
-    for name, count in named.items():
-        in_range(name, count, 1, 1 << 31)
+def _count(name: str, count: int) -> int:
+    return in_range(name, count, 1, 1 << 31)
 
 
 def _bytes(name: str, size: int | str) -> int:

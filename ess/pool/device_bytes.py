@@ -28,6 +28,8 @@ HOLDERS: Final = 8
 SEALS: Final = 3
 """The most steps that are sealed and not yet stored: one is being sealed, the step before may be
 neither learned nor landed, and the first is being learned. Each has its own lists and keys."""
+PARTS_MAX: Final = 4
+"""The most parts of a step's queries that a group may have resolved at a time."""
 RING: Final = 3
 """The most copies of a step whose claims are kept at a time."""
 LANDINGS: Final = 8
@@ -52,7 +54,6 @@ class PoolShape:
     sequence_max: int
     length_max: int
     query_max: int
-    part_max: int = 4
     is_scored: bool = False
 
     @property
@@ -150,15 +151,13 @@ def _residency(shape: PoolShape) -> int:
     select = ResolveShape.of(query_max=query_max, top_k=layout.top_k, block_max=most)
     new_rows = ResolveShape.of_new_rows(query_max, most)
     counts = (
-        _numbers(
-            workspace_sizes(select, group_count=groups, part_max=shape.part_max + 1, ring=RING)
-        ),
+        _numbers(workspace_sizes(select, group_count=groups, part_max=PARTS_MAX + 1, ring=RING)),
         _numbers(workspace_sizes(single, group_count=groups, ring=1)),
         _numbers(workspace_sizes(smallest, group_count=groups, ring=1)),
         LANDINGS * _numbers(workspace_sizes(landing, ring=1)),
         _numbers(new_row_sizes(new_rows, groups)),
         call_words(groups),
-        shape.part_max * query_max * (4 * layout.top_k + 3) + query_max * layout.top_k,
+        PARTS_MAX * query_max * (4 * layout.top_k + 3) + query_max * layout.top_k,
         FINDINGS,
     )
     scores = query_max * SCALE + shape.index_pages * HOLDERS if shape.is_scored else 0

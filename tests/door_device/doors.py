@@ -31,7 +31,7 @@ class Doors:
     """`chunks` of slots for all groups together, `pages` on the host."""
 
     def __init__(self, *, chunks, pages=16, seed=0, **sizes):
-        given = {"sequence_max": 4, "length_max": 320, "query_max": 12, "part_max": 4} | sizes
+        given = {"sequence_max": 4, "length_max": 320, "query_max": 12} | sizes
         given |= {
             "slot_bytes": chunks * LAYOUT.chunk_bytes,
             "host_bytes": pages * LAYOUT.host_page_bytes,

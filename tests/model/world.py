@@ -76,7 +76,6 @@ class World:
             sequence_max=6,
             length_max=512,
             query_max=16,
-            part_max=3,
             lane=lane or ManualLane(seed=seed, delay_max=4),
             poison=True,
         )

@@ -64,7 +64,6 @@ class PoolSizes:
     sequence_max: int
     length_max: int
     query_max: int
-    part_max: int
     slot_floor: int
     poison: bool
     shared: bool

@@ -32,6 +32,7 @@ from ess.door.steps.step import Step
 from ess.errors import BadState
 from ess.kernels.cpu import native
 from ess.kernels.streams import Event
+from ess.pool.device_bytes import PARTS_MAX
 from ess.pool.index import IndexPool
 from ess.pool.lru import planner
 from ess.pool.lru.arena import FetchPlan, Lookup, Split
@@ -51,7 +52,7 @@ class Slots:
         self.counters = counters
         self.timings = timings
         self._memory = [layer_memory(pools, layer) for layer in range(pools.layout.layer_total)]
-        self.workspaces = [Workspace(pools) for _ in range(pools.sizes.part_max)]
+        self.workspaces = [Workspace(pools) for _ in range(PARTS_MAX)]
         self._claimed: dict[int, Ints] = {}
         self._lines = np.empty((pools.layout.group_count, pools.sizes.query_max), np.int32)
         self._sealing = Sealing(pools)

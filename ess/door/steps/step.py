@@ -33,6 +33,7 @@ from ess.door.steps.arrays import Array, Brought, Kept, StepArrays, rows_of
 from ess.door.steps.placement import Resolution
 from ess.door.steps.step_answers import PartAnswer, Recording, Tokens, known_texts
 from ess.errors import BadInput, BadState
+from ess.pool.device_bytes import PARTS_MAX
 
 StepState = Literal["open", "broken", "sealed", "learned"]
 
@@ -280,15 +281,13 @@ class Step:
         array = self._selection(selection, len(part))
         before = [answer for (other, _), answer in self._answers.items() if other == group]
         self._require_behind(layer, part, [answer.queries for answer in before])
-        part_max = self.owner.pools.sizes.part_max
-        if workspace is None and len(before) >= part_max:
+        if workspace is None and len(before) >= PARTS_MAX:
             raise BadInput(
                 f"layer {layer}: {named(part)} would be part {len(before) + 1} of group {group} "
-                f"in this step: part_max is {part_max}"
+                f"in this step, at most {PARTS_MAX}"
             )
         chosen = len(before) if workspace is None else workspace
-        if not 0 <= chosen < part_max:
-            raise BadInput(f"workspace {chosen} of group {group}: part_max is {part_max}")
+        in_range(f"the workspace of group {group}", chosen, 0, PARTS_MAX - 1)
         for answer in before:
             if answer.workspace == chosen:
                 raise BadState(f"workspace {chosen} of group {group} has another part's answer")

@@ -395,7 +395,7 @@ def test_parts_are_appended_in_batch_order(offload):
     refused(
         offload,
         BadInput,
-        "workspace 9 of group 0: part_max is",
+        "the workspace of group 0 is 9, must be 0..3",
         lambda: step.resolve(0, alone, queries=range(2, 3), workspace=9),
     )
     step.resolve(0, alone, queries=range(2, 3), workspace=1)
@@ -427,7 +427,7 @@ def test_one_part_more_than_there_are_workspaces(offload):
     step.append(0, rows(5))
     for query in range(4):
         step.resolve(0, selection(query), queries=range(query, query + 1))
-    match = "layer 0: queries 4..4 would be part 5 of group 0 in this step: part_max is 4"
+    match = "layer 0: queries 4..4 would be part 5 of group 0 in this step, at most 4"
     call = lambda: step.resolve(0, selection(4), queries=range(4, 5))  # noqa: E731
     refused(offload, BadInput, match, call)
     step.abandon()

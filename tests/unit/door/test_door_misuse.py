@@ -157,7 +157,7 @@ def test_wrong_terms_of_a_sequence_are_refused(offload, changes, match):
         ({"slot_bytes": "lots"}, "slot_bytes: 'lots' is not a size"),
         ({"lane": "fast"}, "lane is 'fast', must be a lane"),
         ({"disk": "/tmp"}, "disk is '/tmp', must be a DiskTier"),
-        ({"part_max": 1.5}, "part_max is 1.5, must be a whole number"),
+        ({"query_max": 1.5}, "query_max is 1.5, must be a whole number"),
         ({"layout": "deepseek-v3.2"}, "layout is 'deepseek-v3.2', must be a ModelLayout"),
         (
             {"device": torch.device("meta"), "lane": None},

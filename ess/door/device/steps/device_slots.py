@@ -40,7 +40,7 @@ from ess.door.steps.placement import LayerMemory, Resolution
 from ess.door.steps.step import Step
 from ess.errors import BadState
 from ess.kernels.streams import RowCopy
-from ess.pool.device_bytes import RING
+from ess.pool.device_bytes import PARTS_MAX, RING
 from ess.pool.lru.cuda import Residency, forget_tickets
 from ess.pool.lru.cuda_audit import FINDINGS
 from ess.pool.lru.cuda_shape import REPORT, Moment, ResolveShape
@@ -68,7 +68,7 @@ class DeviceSlots:
         self._memory = [layer_memory(pools, layer) for layer in range(layout.layer_total)]
         self._works, self._selects = _selects(pools)
         self._splits = [
-            DeviceSplit.create(sizes.query_max, layout.top_k, home) for _ in range(sizes.part_max)
+            DeviceSplit.create(sizes.query_max, layout.top_k, home) for _ in range(PARTS_MAX)
         ]
         self._rows = torch.empty((sizes.query_max, layout.top_k), dtype=torch.int32, device=home)
         self._fetches = StepFetches(pools, timings, stopwatch)
@@ -182,8 +182,7 @@ class DeviceSlots:
     def locate_all(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor | None:
         """The host knew that all rows are resident. Should a row be absent after all, the step's
         report has a fault, which the host reads when it learns this step."""
-        last = self.pools.sizes.part_max
-        return self._located(self._selects, step, layer, queries, selection, part=last)
+        return self._located(self._selects, step, layer, queries, selection, part=PARTS_MAX)
 
     def _located(
         self,
@@ -211,7 +210,7 @@ class DeviceSlots:
             scales=self._scales,
             holders=self._holders,
             stream=pools.lane.compute,
-            moment=Moment(part=pools.sizes.part_max, first=queries.start),
+            moment=Moment(part=PARTS_MAX, first=queries.start),
             page_table=pools.tables.maps.lines,
             table_row=cast(DeviceArrays, step.arrays).query_line[mine],
             length=step.lengths(layer)[mine],
@@ -323,7 +322,7 @@ def _selects(pools: DevicePools) -> tuple[ResidencyWorkspaces, list[Residency]]:
         shape,
         pools.ints,
         group_count=layout.group_count,
-        part_max=sizes.part_max + 1,
+        part_max=PARTS_MAX + 1,
         ring=RING,
     )
     calls = [
