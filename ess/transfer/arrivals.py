@@ -14,7 +14,7 @@ are taken, and only then; a sender cannot declare it complete.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -41,7 +41,6 @@ class Verdict(Enum):
     TAKEN = "taken"
     DUPLICATE = "duplicate"
     UNKNOWN = "unknown"
-    FOREIGN = "foreign"
     OUTSIDE = "outside"
     CORRUPT = "corrupt"
 
@@ -90,14 +89,18 @@ class Share:
 class Arrival:
     """The units of one handoff that have come, and those that are missing.
 
-    `window_bytes` is the size of the windows that came last.
+    `window_bytes` is the size of the windows that came last. It may be silent for `within_s`.
     """
 
-    def __init__(self, *, uid: int, sender: int, shares: Sequence[Share]) -> None:
+    def __init__(
+        self, *, uid: int, sender: int, shares: Sequence[Share], within_s: float = math.inf
+    ) -> None:
         if len({share.kind for share in shares}) != len(shares):
             raise BadInput(f"request {uid}: a kind of piece has two shares")
         self.uid = uid
         self.sender = sender
+        self.within_s = within_s
+        self.deadline_s = math.inf
         self._shares = {share.kind: share for share in shares}
         self._taken = {
             share.kind: np.zeros((share.layer_end - share.layer_begin, share.page_count), np.bool_)
@@ -160,9 +163,6 @@ class Arrivals:
         self._clock = clock
         self._handoffs_max = handoffs_max
         self._open: dict[tuple[int, int], Arrival] = {}
-        self._uids: Counter[int] = Counter()
-        self._waits_s: dict[tuple[int, int], float] = {}
-        self._deadlines_s: dict[tuple[int, int], float] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -172,33 +172,28 @@ class Arrivals:
     ) -> Reason | None:
         """Begins to count what this sender brings, with room reserved for it; or returns the reason
         why it cannot."""
-        key = uid, sender
-        if key in self._open:
+        if (uid, sender) in self._open:
             return Reason.DUPLICATE
         if len(self._open) >= self._handoffs_max:
             return Reason.FULL
-        self._open[key] = Arrival(uid=uid, sender=sender, shares=shares)
-        self._uids[uid] += 1
-        self._waits_s[key] = within_s
-        self._deadlines_s[key] = self._clock.now_s() + within_s
+        self._open[uid, sender] = Arrival(uid=uid, sender=sender, shares=shares, within_s=within_s)
+        self.heard(uid, sender=sender)
         return None
 
     def take(self, piece: Piece, *, sender: int, read: ReadPiece) -> Verdict:
         arrival = self.find(piece.uid, sender=sender)
-        if arrival is not None:
-            verdict = arrival.take(piece, read=read)
-        else:
-            verdict = Verdict.FOREIGN if piece.uid in self._uids else Verdict.UNKNOWN
+        if arrival is None:
+            return Verdict.UNKNOWN
+        verdict = arrival.take(piece, read=read)
         if verdict is Verdict.TAKEN:
             self.heard(piece.uid, sender=sender)
         return verdict
 
-    def heard(self, uid: int, *, sender: int) -> bool:
-        """Extends the deadline, if `sender` brings this handoff; returns whether it does."""
-        is_ours = self.find(uid, sender=sender) is not None
-        if is_ours:
-            self._deadlines_s[uid, sender] = self._clock.now_s() + self._waits_s[uid, sender]
-        return is_ours
+    def heard(self, uid: int, *, sender: int) -> None:
+        """Extends the deadline, if `sender` brings this handoff."""
+        arrival = self.find(uid, sender=sender)
+        if arrival is not None:
+            arrival.deadline_s = self._clock.now_s() + arrival.within_s
 
     def find(self, uid: int, *, sender: int) -> Arrival | None:
         """The arrival of this sender alone: other peers do not even learn that it exists."""
@@ -206,29 +201,21 @@ class Arrivals:
 
     def close(self, uid: int, *, sender: int) -> None:
         """Ends an arrival: later pieces of it are unknown."""
-        key = uid, sender
-        if self._open.pop(key, None) is None:
-            return
-        del self._waits_s[key], self._deadlines_s[key]
-        self._uids[uid] -= 1
-        if not self._uids[uid]:
-            del self._uids[uid]
+        self._open.pop((uid, sender), None)
 
     def expired(self) -> list[Arrival]:
         """Closes and returns the arrivals whose deadline has passed."""
         now_s = self._clock.now_s()
-        late = [key for key, deadline_s in self._deadlines_s.items() if deadline_s <= now_s]
-        arrivals = [self._open[key] for key in late]
-        for uid, sender in late:
-            self.close(uid, sender=sender)
-        return arrivals
+        late = [arrival for arrival in self._open.values() if arrival.deadline_s <= now_s]
+        for arrival in late:
+            self.close(arrival.uid, sender=arrival.sender)
+        return late
 
     def check(self) -> None:
-        assert self._open.keys() == self._deadlines_s.keys() == self._waits_s.keys()
-        assert len(self._open) <= self._handoffs_max
-        assert self._uids == Counter(uid for uid, _ in self._open), "uids are miscounted"
+        assert len(self._open) <= self._handoffs_max, f"{len(self._open)} arrivals"
         for key, arrival in self._open.items():
             assert key == (arrival.uid, arrival.sender), f"{arrival.uid} is listed as {key}"
+            assert arrival.deadline_s < math.inf, f"{arrival.uid} may stay silent for ever"
             arrival.check()
 
 

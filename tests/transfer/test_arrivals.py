@@ -212,7 +212,7 @@ def test_a_foreign_sender_and_a_former_boot_are_refused(landed: Landed) -> None:
     arrivals = Arrivals(clock=ManualClock())
     assert arrivals.expect(uid=9, sender=PREFILL, shares=SHARES, within_s=30) is None
     for piece in all_pieces(landed):
-        assert arrivals.take(piece, sender=OTHER, read=landed.read) is Verdict.FOREIGN
+        assert arrivals.take(piece, sender=OTHER, read=landed.read) is Verdict.UNKNOWN
     assert arrivals.find(9, sender=OTHER) is None
     kept = arrivals.find(9, sender=PREFILL)
     assert kept is not None
@@ -246,7 +246,7 @@ def test_two_senders_of_a_handoff_are_counted_apart(landed: Landed) -> None:
     mine = landed.piece(PieceKind.ROWS, (2, 4), (0, PAGES))
     assert arrivals.take(mine, sender=PREFILL, read=landed.read) is Verdict.OUTSIDE
     assert arrivals.take(mine, sender=OTHER, read=landed.read) is Verdict.TAKEN
-    assert arrivals.take(mine, sender=3, read=landed.read) is Verdict.FOREIGN
+    assert arrivals.take(mine, sender=3, read=landed.read) is Verdict.UNKNOWN
     first, second = (arrivals.find(9, sender=sender) for sender in halves)
     assert first is not None
     assert second is not None
@@ -255,7 +255,7 @@ def test_two_senders_of_a_handoff_are_counted_apart(landed: Landed) -> None:
     clock.advance(30.5)
     assert arrivals.expired() == [first]
     arrivals.close(9, sender=PREFILL)
-    assert arrivals.take(mine, sender=PREFILL, read=landed.read) is Verdict.FOREIGN
+    assert arrivals.take(mine, sender=PREFILL, read=landed.read) is Verdict.UNKNOWN
     arrivals.close(9, sender=OTHER)
     assert arrivals.take(mine, sender=OTHER, read=landed.read) is Verdict.UNKNOWN
     arrivals.check()
