@@ -130,10 +130,8 @@ class Stop:
 
 Order = Text | Open | Load | Enter | Run | GiveUp | Close | Meet | Forget | Profile | Stop
 
-_TEXT: Final = Struct("<Q")
 _OPEN: Final = Struct("<QQQII")
 _LOAD: Final = Struct("<QI")
-_RUN: Final = Struct("<Q")
 _PART: Final = Struct("<QQQ?")
 _NUMBER: Final = Struct("<Q")
 _PROFILE: Final = Struct("<QQ")
@@ -144,12 +142,12 @@ def pack(order: Order) -> bytes:
     """The order as a record."""
     match order:
         case Text(number, tokens):
-            return records.record(1, _TEXT.pack(number) + _packed_ids(tokens))
+            return records.record(1, _NUMBER.pack(number) + _packed_ids(tokens))
         case Open():
             return records.record(2, _opening(order))
         case Run(batch, parts):
             packed = (_PART.pack(p.number, p.start, p.stop, p.is_last) for p in parts)
-            return records.record(3, _RUN.pack(batch) + b"".join(packed))
+            return records.record(3, _NUMBER.pack(batch) + b"".join(packed))
         case GiveUp(number):
             return records.record(4, _NUMBER.pack(number))
         case Close(number):
@@ -180,7 +178,7 @@ def cut(tokens: Sequence[int]) -> list[tuple[int, ...]]:
 def _order(kind: int, body: bytes) -> Order:
     match kind:
         case 1:
-            (number,), tail = records.leading(_TEXT, body, "a text")
+            (number,), tail = records.leading(_NUMBER, body, "a text")
             return Text(number, _ids(tail))
         case 2:
             return _opened(body)
@@ -227,7 +225,7 @@ def _opened(body: bytes) -> Open:
 
 
 def _run(body: bytes) -> Run:
-    (batch,), tail = records.leading(_RUN, body, "a run")
+    (batch,), tail = records.leading(_NUMBER, body, "a run")
     if len(tail) % _PART.size or len(tail) > PARTS_MAX * _PART.size:
         raise BadInput(f"the parts of batch {batch} have {len(tail)} bytes")
     return Run(batch, tuple(Part(*values) for values in _PART.iter_unpack(tail)))

@@ -74,7 +74,6 @@ class Prompts:
 
     def __init__(self) -> None:
         self._by_number: dict[int, Prompt] = {}
-        self._uids: set[int] = set()
         self._left: Roster[Prompt] = Roster()
         self._empty: list[Prompt] = []
 
@@ -86,7 +85,7 @@ class Prompts:
         return bool(self._empty) or self._left.count("prefilling") > 0
 
     def has_uid(self, uid: int) -> bool:
-        return uid in self._uids
+        return any(prompt.uid == uid for prompt in self._by_number.values())
 
     def all(self) -> list[Prompt]:
         return list(self._by_number.values())
@@ -96,9 +95,8 @@ class Prompts:
 
     def add(self, prompt: Prompt) -> None:
         assert prompt.number not in self._by_number, f"prompt {prompt.number} is opened twice"
-        assert prompt.uid not in self._uids, f"handoff {prompt.uid} is open already"
+        assert not self.has_uid(prompt.uid), f"handoff {prompt.uid} is open already"
         self._by_number[prompt.number] = prompt
-        self._uids.add(prompt.uid)
         if prompt.state != "loading":
             self._make_runnable(prompt)
 
@@ -151,14 +149,14 @@ class Prompts:
 
     def remove(self, prompt: Prompt) -> None:
         del self._by_number[prompt.number]
-        self._uids.remove(prompt.uid)
 
     def check(self) -> None:
         self._left.check()
         left: Sequence[Prompt] = list(self._left.of("prefilling"))
         listed: Iterable[Prompt] = (*left, *self._empty)
         assert all(self._by_number.get(prompt.number) is prompt for prompt in listed), "a stray"
-        assert self._uids == {prompt.uid for prompt in self._by_number.values()}, "handoffs"
+        uids = {prompt.uid for prompt in self._by_number.values()}
+        assert len(uids) == len(self), "two prompts have a handoff"
         for number, prompt in self._by_number.items():
             assert prompt.number == number, f"prompt {prompt.number} stands under {number}"
             assert (prompt in left) == (prompt.state == "prefilling"), (

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from ess.kernels.streams import Event, Lane, RowCopy
@@ -32,18 +31,12 @@ class Marks(Protocol):
         """Done when everything that is queued now is."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    event: Landing
-    commit: Commit
-
-
 class Pending:
     """What waits for copies that another owner has queued, in the order of their lane."""
 
     def __init__(self, lane: Marks) -> None:
         self._lane = lane
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[tuple[Landing, Commit]] = deque()
 
     @property
     def pending_count(self) -> int:
@@ -51,42 +44,42 @@ class Pending:
 
     def track(self, event: Landing, commit: Commit) -> None:
         """`commit` once this has landed, and all that was under way before it."""
-        self._pending.append(_Pending(event, commit))
+        self._pending.append((event, commit))
 
     def after(self, commit: Commit) -> None:
         """`commit` once all that is under way now has landed; at once when nothing is."""
-        if not self._pending:
+        if self._pending:
+            self._pending.append((self._lane.mark(), commit))
+        else:
             commit()
-            return
-        self._pending.append(_Pending(self._lane.mark(), commit))
 
     def settle(self) -> None:
         """Commit what has landed; wait for nothing."""
-        while self._pending and self._pending[0].event.done():
-            self._pending.popleft().commit()
+        while self._pending and self._pending[0][0].done():
+            _, commit = self._pending.popleft()
+            commit()
 
     def settle_until(self, event: Landing) -> None:
         """Wait for `event` and commit everything submitted up to it."""
         event.wait()
         assert event.done(), "a wait ended before its copy had landed"
-        if not self._pending or not any(pending.event is event for pending in self._pending):
+        if all(each is not event for each, _ in self._pending):
             return
-        while True:
-            pending = self._pending.popleft()
-            assert pending.event.done(), "a lane must finish in the order of submission"
-            pending.commit()
-            if pending.event is event:
-                return
+        landed: Landing | None = None
+        while landed is not event:
+            landed, commit = self._pending.popleft()
+            assert landed.done(), "a lane must finish in the order of submission"
+            commit()
 
     def check(self) -> None:
         """The lane is first in, first out: nothing is done behind a copy that is not."""
-        done = [pending.event.done() for pending in reversed(self._pending)]
+        done = [event.done() for event, _ in reversed(self._pending)]
         assert sorted(done) == done, "a later copy is done before an earlier one"
 
     def drain(self) -> None:
         """Waits for all. A wait that is broken off, as by Ctrl-C, loses no commit."""
         while self._pending:
-            self.settle_until(self._pending[0].event)
+            self.settle_until(self._pending[0][0])
 
 
 class InFlight(Pending):
