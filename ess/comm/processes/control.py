@@ -110,7 +110,7 @@ class Wire:
 
     def read(self) -> Message | None:
         """The next message; None at the end of the stream; BadInput if the peer did not seal it."""
-        start = self._exactly(_START.size + _SEAL_BYTES, may_end=True)
+        start = _exactly(self._sock, _START.size + _SEAL_BYTES, may_end=True)
         if not start:
             return None
         magic, kind, zero, size, number = _START.unpack_from(start)
@@ -119,7 +119,7 @@ class Wire:
         if size > _BODY_BYTES_MAX.get(kind, 0):
             most = _BODY_BYTES_MAX.get(kind, 0)
             raise BadInput(f"a {Kind(kind).name} with {size} bytes, at most {most}")
-        body = self._exactly(size)
+        body = _exactly(self._sock, size)
         seal = _seal(self._key["read"], start[: _START.size] + body)
         if not hmac.compare_digest(seal, start[_START.size :]) or number != self._number["read"]:
             raise BadInput(f"message {number} is not sealed, or out of order")
@@ -148,9 +148,6 @@ class Wire:
             self._sock.shutdown(how)
         except OSError:
             return
-
-    def _exactly(self, size: int, *, may_end: bool = False) -> bytes:
-        return _exactly(self._sock, size, may_end=may_end)
 
 
 def greet(sock: socket.socket, ends: Ends, secret: bytes, *, patience_s: float) -> Wire:

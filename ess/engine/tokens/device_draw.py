@@ -10,6 +10,7 @@ leave its rows out. So one rehearsed graph serves all batches.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -48,7 +49,7 @@ class Drawing:
     def columns(self, samplings: Sequence[Sampling]) -> Columns:
         """An entry for each query."""
         given = list(samplings)
-        is_same = len(given) == len(self._given) and all(map(_is, given, self._given))
+        is_same = len(given) == len(self._given) and all(map(operator.is_, given, self._given))
         if self._made is None or not is_same:
             self._given, self._made = given, self._fresh(given)
         return self._made
@@ -64,10 +65,6 @@ def _line(given: Sampling) -> tuple[tuple[int, int], tuple[float, float, float]]
     top_p = given.top_p if given.top_p < 1.0 else math.inf
     whole = wrapped_seed(given.seed), given.top_k or UNCUT
     return whole, (given.temperature, top_p, given.min_p)
-
-
-def _is(first: object, second: object) -> bool:
-    return first is second
 
 
 def draw_all(logits: Tensor, by: Columns, positions: Tensor) -> Tensor:
