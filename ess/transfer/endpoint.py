@@ -69,28 +69,22 @@ class Identity:
 
 
 @dataclass(slots=True)
-class _Open:
-    transfer: Transfer
-    deadline_s: float
-
-
-@dataclass(slots=True)
 class Underway:
     """Transfers that are not over. Each leaves once, with the one event that ends it."""
 
     clock: Clock
     _begun_count: int = 0
-    _open: dict[int, _Open] = field(default_factory=dict)
+    _open: dict[int, tuple[Transfer, float]] = field(default_factory=dict)
     _events: list[Event] = field(default_factory=list)
 
     def begin(self, transfer: Transfer) -> int:
         self._begun_count += 1
-        self._open[self._begun_count] = _Open(transfer, self.clock.now_s() + transfer.within_s)
+        self._open[self._begun_count] = transfer, self.clock.now_s() + transfer.within_s
         return self._begun_count
 
     def find(self, handle: int) -> Transfer | None:
         entry = self._open.get(handle)
-        return None if entry is None else entry.transfer
+        return None if entry is None else entry[0]
 
     def complete(self, handle: int) -> None:
         if self._open.pop(handle, None) is not None:
@@ -101,12 +95,11 @@ class Underway:
             self._events.append(Failed(handle, reason))
 
     def late(self) -> list[tuple[int, Transfer]]:
-        now_s = self.clock.now_s()
-        entries = self._open.items()
-        return [(handle, entry.transfer) for handle, entry in entries if entry.deadline_s <= now_s]
+        now_s, opened = self.clock.now_s(), self._open.items()
+        return [(handle, transfer) for handle, (transfer, end_s) in opened if end_s <= now_s]
 
     def of_peer(self, peer: int) -> list[int]:
-        return [handle for handle, entry in self._open.items() if entry.transfer.peer == peer]
+        return [handle for handle, (each, _) in self._open.items() if each.peer == peer]
 
     def notified(self, peer: int, content: bytes) -> None:
         self._events.append(Notification(peer, content))

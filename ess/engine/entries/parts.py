@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
-from ess.engine.layers.batch import compute_threads
 from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
+from ess.kernels.reference.keys import key_records
 from ess.layout import IndexCodec, RowCodec
-
-QUERIES: Final = 64
 
 
 def plain_rows(dim: int) -> RowCodec:
     """How windows, and entries that all tokens attend to, are kept."""
     return RowCodec(form="f32", latent_dim=dim, rope_dim=0)
-
-
-def attend(
-    ops: Ops, queries: Tensor, rows: Tensor, slots: Tensor, codec: RowCodec, *, scale: float
-) -> Partial:
-    """Some queries at a time, for ops that gather their rows."""
-    shape = tuple(queries.shape[:2])
-    into = Partial(queries.new_empty(*shape, codec.latent_dim), queries.new_empty(shape))
-    for first in range(0, len(queries), QUERIES):
-        block = slice(first, first + QUERIES)
-        ops.attend(
-            queries[block].contiguous(),
-            rows,
-            slots[block].contiguous(),
-            codec,
-            scale=scale,
-            into=Partial(into.out[block], into.lse[block]),
-            threads=compute_threads(),
-        )
-    return into
 
 
 def with_sink(partial: Partial, sinks: Tensor) -> Tensor:
@@ -53,13 +29,9 @@ def coded_rows(ops: Ops, values: Tensor, codec: RowCodec) -> Tensor:
 
 
 def coded_keys(ops: Ops, values: Tensor, codec: IndexCodec) -> Tensor:
-    """Keys as records: a key's bytes, then its scale."""
     if not len(values):
         return torch.empty((0, codec.key_bytes), dtype=torch.uint8)
-    keys = ops.encode_keys(values, codec)
-    if not codec.scale_bytes:
-        return keys.values
-    return torch.cat((keys.values, keys.scales[:, None].contiguous().view(torch.uint8)), 1)
+    return key_records(ops.encode_keys(values, codec), codec)
 
 
 def asked_queries(queries: Tensor, codec: IndexCodec) -> Tensor:

@@ -15,16 +15,10 @@ from torch import Tensor
 
 from ess.door import Sequence as Opened
 from ess.engine.entries.memory import Memory
-from ess.engine.entries.parts import (
-    asked_queries,
-    attend,
-    coded_keys,
-    coded_rows,
-    plain_rows,
-    with_sink,
-)
+from ess.engine.entries.parts import asked_queries, coded_keys, coded_rows, plain_rows, with_sink
 from ess.engine.layers.batch import compute_threads
 from ess.engine.prompt.pack import Span
+from ess.engine.prompt.reading import attend
 from ess.engine.step.runner import Runner
 from ess.kernels.merge import Partial, merge
 from ess.models.compressed.compressor import Compressor

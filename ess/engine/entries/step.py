@@ -8,17 +8,11 @@ import torch
 from torch import Tensor
 
 from ess.engine.entries.memory import Tokens
-from ess.engine.entries.parts import (
-    asked_queries,
-    attend,
-    coded_keys,
-    coded_rows,
-    plain_rows,
-    with_sink,
-)
+from ess.engine.entries.parts import asked_queries, coded_keys, coded_rows, plain_rows, with_sink
 from ess.engine.layers.batch import Batch
 from ess.engine.layers.front import Asking
 from ess.engine.layers.selected import SelectedRows
+from ess.engine.prompt.reading import attend
 from ess.engine.step.half import whole
 from ess.engine.step.runner import SCHEDULES, Runner
 from ess.errors import BadState

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ess.kernels.reference.keys import encode_keys, page_values, write_keys
+from ess.kernels.reference.keys import encode_keys, key_records, page_values, write_keys
 from ess.layout import IndexCodec, ModelLayout
 from ess.models.indexer import index_scores, rows_of_units, top_k
 from ess.units import PAGE_ROWS, div_ceil
@@ -20,9 +20,7 @@ def put_keys(values: Tensor, codec: IndexCodec, room: Tensor, row_ids: Tensor | 
     keys = encode_keys(values, codec)
     if row_ids is not None:
         return write_keys(room, row_ids, keys, codec)
-    room[:, : codec.value_bytes] = keys.values
-    if codec.scale_bytes:
-        room[:, codec.value_bytes :] = keys.scales[:, None].contiguous().view(torch.uint8)
+    room.copy_(key_records(keys, codec))
 
 
 def select(

@@ -12,6 +12,8 @@ from ess.engine.layers.batch import compute_threads
 from ess.engine.prompt.pack import Pack, Span
 from ess.engine.step_bytes import SCORED
 from ess.kernels.merge import Partial
+from ess.kernels.ops import Ops
+from ess.layout import RowCodec
 from ess.units import div_ceil
 
 QUERIES: Final = 64
@@ -48,17 +50,36 @@ def top_k(pack: Pack, at: int, span: Span, layer: int, queries: Tensor, weights:
 def attend_chosen(
     pack: Pack, layer: int, at: int, queries: Tensor, chosen: Tensor, into: Partial
 ) -> None:
-    """Span number `at`; some queries at a time, for ops that gather their rows."""
+    """Span number `at`."""
     assert len(queries) == len(chosen), f"{len(chosen)} selections for {len(queries)} queries"
     codec, (rows, codes) = pack.layout.row_of(layer), pack.rows.reading(layer, at, chosen)
+    scale = pack.runner.model.config.attention_scale
+    attend(pack.ops, queries, rows, codes, codec, scale=scale, into=into)
+
+
+def attend(
+    ops: Ops,
+    queries: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    codec: RowCodec,
+    *,
+    scale: float,
+    into: Partial | None = None,
+) -> Partial:
+    """Some queries at a time, for ops that gather their rows."""
+    if into is None:
+        shape = tuple(queries.shape[:2])
+        into = Partial(queries.new_empty(*shape, codec.latent_dim), queries.new_empty(shape))
     for first in range(0, len(queries), QUERIES):
         block = slice(first, first + QUERIES)
-        pack.ops.attend(
-            queries[block],
+        ops.attend(
+            queries[block].contiguous(),
             rows,
-            codes[block],
+            slots[block].contiguous(),
             codec,
-            scale=pack.runner.model.config.attention_scale,
+            scale=scale,
             into=Partial(into.out[block], into.lse[block]),
             threads=compute_threads(),
         )
+    return into

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ess.door import Sequence
 from ess.engine.step.runner import Runner
-from ess.kernels.ops import Ops
-from ess.layout import IndexCodec
+from ess.kernels.reference.keys import key_records
 from ess.units import PAGE_ROWS, div_ceil
 
 
@@ -27,18 +26,10 @@ def invent(runner: Runner, sequence: Sequence) -> None:
         sequence.import_rows(layer, start, rows.cpu().repeat(page_count, 1)[:count])
     if layout.index is None:
         return
-    keys = _records(runner.ops, layout.index, device).cpu()
+    encoded = runner.ops.encode_keys(_noise(layout.index.key_dim, device), layout.index)
+    keys = key_records(encoded, layout.index).cpu()
     for group in layout.key_groups:
         sequence.import_keys(layout.groups[group][0], start, keys.repeat(page_count, 1)[:count])
-
-
-def _records(ops: Ops, codec: IndexCodec, device: torch.device) -> Tensor:
-    """A record for each key: values, then the scale where the form has one."""
-    encoded = ops.encode_keys(_noise(codec.key_dim, device), codec)
-    if not codec.scale_bytes:
-        return encoded.values
-    scales = encoded.scales.contiguous().view(torch.uint8).reshape(PAGE_ROWS, -1)
-    return torch.cat((encoded.values, scales), dim=1)
 
 
 def _noise(width: int, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ess.kernels.calls import Angles, KeyFinish, RowFinish
-from ess.kernels.reference.keys import encode_keys, hadamard, write_keys
+from ess.kernels.reference.keys import encode_keys, hadamard, key_records, write_keys
 from ess.layout import IndexCodec, RopeStyle, RowCodec
 
 EncodeRows = Callable[[Tensor, RowCodec, Tensor], None]
@@ -57,9 +57,7 @@ def finish_keys(
     if row_ids is not None:
         kept = row_ids >= 0
         return write_keys(out, row_ids[kept], encode_keys(turned[kept], codec), codec)
-    keys = encode_keys(turned, codec)
-    parts = [keys.values, keys.scales[:, None].contiguous().view(torch.uint8)]
-    out.copy_(torch.cat(parts[: 1 + bool(codec.scale_bytes)], dim=1))
+    out.copy_(key_records(encode_keys(turned, codec), codec))
 
 
 def finish_rows(

@@ -30,6 +30,13 @@ def encode_keys(values: Tensor, codec: IndexCodec) -> Keys:
     return Keys(*encode_groups(plain, power_of_two=codec.scale_format == "ue8m0"))
 
 
+def key_records(keys: Keys, codec: IndexCodec) -> Tensor:
+    """The bytes of each key, then its scale where the form has one."""
+    if not codec.scale_bytes:
+        return keys.values
+    return torch.cat((keys.values, keys.scales[:, None].contiguous().view(torch.uint8)), 1)
+
+
 def write_keys(pages: Tensor, row_ids: Tensor, keys: Keys, codec: IndexCodec) -> None:
     """Where rows share a key, those of the last rows of units; the others are dropped."""
     if codec.unit > 1:

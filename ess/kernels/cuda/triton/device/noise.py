@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from ess.kernels.cuda.triton.device.floats import rising
+from ess.kernels.reference.noise import UNIFORM_STEP
 
-STEP = tl.constexpr((1.0 - 2.0**-23) / 2.0**31)
+STEP = tl.constexpr(UNIFORM_STEP)
 
 
 @triton.jit
