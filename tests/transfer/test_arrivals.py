@@ -281,9 +281,7 @@ def test_a_sign_of_life_extends_the_deadline(landed: Landed) -> None:
     arrivals = Arrivals(clock=clock)
     arrivals.expect(uid=9, sender=PREFILL, shares=SHARES, within_s=30)
     clock.advance(20)
-    assert arrivals.heard(9, sender=PREFILL)
-    assert not arrivals.heard(9, sender=OTHER)
-    assert not arrivals.heard(8, sender=PREFILL)
+    arrivals.heard(9, sender=PREFILL)
     clock.advance(20)
     assert arrivals.expired() == []
     piece = landed.piece(PieceKind.ROWS, (0, 1), (0, 1))
@@ -291,6 +289,8 @@ def test_a_sign_of_life_extends_the_deadline(landed: Landed) -> None:
     clock.advance(29)
     assert arrivals.expired() == []
     assert arrivals.take(piece, sender=PREFILL, read=landed.read) is Verdict.DUPLICATE
+    arrivals.heard(9, sender=OTHER)
+    arrivals.heard(8, sender=PREFILL)
     clock.advance(1)
     assert [late.uid for late in arrivals.expired()] == [9]
     arrivals.check()
