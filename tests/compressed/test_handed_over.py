@@ -285,9 +285,9 @@ def missed(pair: Pair, cause: str) -> Request:
         pair.prefill.transport.close()
     else:
         given = pair.give(LINE[:600])
-        rows = pair.decode.port.receiver
+        came = pair.decode.port.counts
         late = cause == "given up late"
-        pair.until(lambda: rows.received_bytes > 0 if late else given.state == "prefilling")
+        pair.until(lambda: came.received_bytes > 0 if late else given.state == "prefilling")
         pair.prefill.engine.cancel(given)
     return taken
 

@@ -137,7 +137,7 @@ def test_answers_are_those_of_one_engine(decode):
     tier.run()
     assert [take.output for _, take in asked] == alone(prompts, 2)
     assert asked[3][0].cached_count == 128
-    assert tier.decode_port.stats().landed == len(prompts)
+    assert tier.decode_port.counts.landed_count == len(prompts)
     tier.decode.offload.close()
 
 

@@ -127,7 +127,7 @@ def test_answers_through_a_pipeline_are_those_of_one_engine(stage_count, mtp):
     asked = [tier.add(prompt, uid) for uid, prompt in enumerate(prompts)]
     tier.run()
     assert [take.output for _, take in asked] == alone(prompts, mtp)
-    assert tier.decode_port.stats().landed == len(prompts)
+    assert tier.decode_port.counts.landed_count == len(prompts)
     assert {type(ended).__name__ for ended in tier.pipe.lead.ended_handoffs} == {"Sent"}
 
 
