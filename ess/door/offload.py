@@ -69,6 +69,7 @@ class Offload:
         query_max: int = 256,
         slot_floor: int | None = None,
         lane: Lane | None = None,
+        clock: Clock | None = None,
         poison: bool = False,
         shared: bool = False,
         common: Common | None = None,
@@ -85,7 +86,7 @@ class Offload:
                       where that is less; by default the layout's. A step that needs more reads the
                       rest in place (`Resolution.place`). Where there are fewer slots than the
                       floor, `open` admits only a `length_max` of at most as many
-        lane          makes the copies, by default beside compute
+        lane          makes the copies, by default beside compute; `clock` times the waits for them
         poison        fills freed and unwritten rows with 0xFF, which is NaN: for tests
         shared        puts the host's rows and keys into memory that other processes can map
         common        host memory with one copy of rows and keys for processes that call alike
@@ -113,7 +114,7 @@ class Offload:
             evict=evict,
         )
         _check_disk(disk, layout, common)
-        clock = RealClock()
+        clock = clock or RealClock()
         if device != "cpu":
             _check_device(layout, device, lane=lane, placement=placement, common=common)
             from ess.door.device.device_side import open_device_side
