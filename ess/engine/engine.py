@@ -219,7 +219,7 @@ class Engine:
         self.pump()
         for request in self._entry.compiled():
             self._enter(request)
-        limit = self.pace.batch_limit
+        limit = self._flights.limits.batch
         self._admission.admit(self._open, self._resume, step_count=self.step_count, limit=limit)
         plan = self._launch()
         scored = self._prefill(plan.chunks)

@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,14 @@ class SeenStep:
     verified: Sequence[tuple[int, int]] = ()
     chunk_tokens: int = 0
     chunk_seconds: float = 0.0
+
+
+class Limits(NamedTuple):
+    """The most that the next step has: requests, tokens to verify of each, tokens of prompts."""
+
+    batch: int
+    verified: int
+    chunk: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -134,6 +142,10 @@ class Pace:
         )
         tokens = max(0, int(spare_s / self.chunk_token_s)) // PAGE_ROWS * PAGE_ROWS
         return min(self.chunk_max, max(PAGE_ROWS, tokens))
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.batch_limit, self.verified_count, self.chunk_limit)
 
     def made(self, depth: int) -> float:
         """Tokens that a request makes in a step of this depth, on average."""

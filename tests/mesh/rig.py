@@ -145,8 +145,18 @@ def part_of(shape: Shape, group: Group) -> Model:
     return build(config, own, layers=layers, tp=shape.tp)
 
 
-def engine(shape: Shape, group: Group, *, port_of=None, tokenizer=None, **config) -> MeshEngine:
-    """On rank 0 `port_of` makes a port of the offload and of all rows."""
+def engine(
+    shape: Shape, group: Group, *, port_of=None, tokenizer=None, clock_of=None, **config
+) -> MeshEngine:
+    """On rank 0 `port_of` makes a port of the offload and of all rows. `clock_of` gives a rank its
+    clock."""
+    made = _made(shape, group, port_of, tokenizer, config)
+    if clock_of is not None:
+        clock_of(group.rank).watch(made)
+    return made
+
+
+def _made(shape: Shape, group: Group, port_of, tokenizer, config: dict) -> MeshEngine:
     model = part_of(shape, group)
     whole = model.config.layout(row="f32", index="f32", has_mtp=shape.mtp > 1)
     layout = whole.part(*PARTS[shape.pp][group.rank // shape.tp])

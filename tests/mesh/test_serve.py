@@ -20,7 +20,7 @@ from tests.support.process import Process
 pytestmark = pytest.mark.slow
 
 POOL = f"/memfd:ess-{NAME}"
-FLAGS = ("--dtype", "f32", "--row", "f32", "--recover", "resume")
+FLAGS = ("--dtype", "f32", "--row", "f32", "--recover", "resume", "--mtp-auto", "--tpot-ms", "200")
 CASES = [(2, 1, 2, 1), (1, 2, 4, 0), (2, 2, 1, 3)]
 """Each process is a real start. Of two stages of two one is killed, with a stream under way, in
 `test_machines.py`; what all have mapped, `test_split.py` checks too."""

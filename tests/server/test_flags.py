@@ -15,8 +15,10 @@ from ess.server.commands.start.settings import read_file, resolve
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--pp-size", "2", "--mtp-auto"], "mtp_auto is True, and tp_size is 1, pp_size 2"),
-        (["--tensor-parallel-size", "8", "--tpot", "9"], "tpot_ms is 9.0, and tp_size is 8"),
+        (
+            ["--tensor-parallel-size", "8", "--fake-prefill"],
+            "fake_prefill is True, and tp_size is 8",
+        ),
         (["--disable-radix-cache"], "always shared"),
         (["--enable-dynamic-chunking"], "there tpot_ms sizes the chunks"),
         (["--chunked-prefil-size", "512"], "--chunked-prefill-size"),

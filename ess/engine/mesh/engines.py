@@ -71,8 +71,10 @@ class MeshEngine(Engine):
     def _scored(
         self, prefilled: Sequence[Prefilled], chunks: Sequence[Chunk]
     ) -> tuple[tuple[Chance, ...], ...]:
-        """The last stage has the head; the chances of its first member are used."""
-        if all(chunk.request.sampling.prompt_logprobs is None for chunk in chunks):
+        """The last stage has the head; the chances of its first member are used. A pace also needs
+        them when they are empty: rank 0 times a pack until they come, through all stages."""
+        is_asked = any(chunk.request.sampling.prompt_logprobs is not None for chunk in chunks)
+        if not is_asked and not self._config.is_paced:
             return tuple(() for _ in chunks)
         base, is_last = super()._scored, self.runner.model.is_last
         made = self.lockstep.spread(
@@ -138,7 +140,7 @@ class Lead(MeshEngine):
         super().learn()
 
     def step(self) -> StepResult:
-        self.lockstep.say(Stepped())
+        self.lockstep.say_step(self.pace.limits)
         self._is_in_step = True
         try:
             return super().step()
@@ -174,6 +176,7 @@ class Follower:
         """Makes the next call. What rank 0's engine has refused, this engine refuses as well."""
         call = self.engine.lockstep.heard()
         if isinstance(call, Stepped):
+            self.engine.lockstep.begin(call)
             self.engine.step()
             self._forget_ended()
             return

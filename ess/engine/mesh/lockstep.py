@@ -4,7 +4,7 @@ Every rank runs the same engine: scheduler, requests, pages, reservations. What 
 follows from the calls that it receives, in their order, and from the tokens of each step. Rank 0
 passes on both, and nothing else decides:
 
-    clock        no rank paces: `mtp_auto` and `tpot_ms` are refused
+    clock        only rank 0's pace is followed: it says how large a step may be
     copies       a question whether a copy has landed waits until it has (`flashtrans.patient`)
     slots        budgets of the arenas do not move, so what can be admitted stays equal
     two halves   rank 0 says whether a step splits
@@ -28,8 +28,19 @@ from ess.comm.experts.expert_ranks import OutOfStep
 from ess.comm.group import Group
 from ess.comm.link import Link
 from ess.door import Offload
-from ess.engine.mesh.words import Aside, Call, Holds, Met, StepTokens, Word, receive, send
+from ess.engine.mesh.words import (
+    Aside,
+    Call,
+    Holds,
+    Met,
+    Stepped,
+    StepTokens,
+    Word,
+    receive,
+    send,
+)
 from ess.engine.ranks.agreement import StepAgreement, StepNeeds, agreed
+from ess.engine.tpot_control import Limits
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.pool.latent import LatentPool
@@ -48,6 +59,7 @@ class Lockstep:
         self.group = group
         self._offload = offload
         self._step = 0
+        self._limits: Limits | None = None
 
     @property
     def stage_count(self) -> int:
@@ -97,6 +109,20 @@ class Lockstep:
         return word
 
     # ---- a step
+
+    def say_step(self, limits: Limits) -> None:
+        """On rank 0: a step begins, and until the next one these limits hold on all ranks. They are
+        told where they have changed."""
+        told, self._limits = self._limits, limits
+        self.say(Stepped(None if limits == told else limits))
+
+    def begin(self, step: Stepped) -> None:
+        """On the other ranks."""
+        self._limits = step.limits or self._limits
+
+    def limits(self, mine: Limits) -> Limits:
+        """Each rank's pace is of its own clock, so only what rank 0 has said counts."""
+        return self._limits or mine
 
     def meet(self, need: StepNeeds) -> StepAgreement:
         """LinkLost if a rank is lost, OutOfStep if it has come apart from rank 0."""

@@ -22,6 +22,7 @@ from ess.comm.link import HEAD_BYTES_MAX, Link, next_frame
 from ess.engine.process.messages import as_dict
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
+from ess.engine.tpot_control import Limits
 
 MORE: Final = b"+"
 LAST: Final = b"."
@@ -61,7 +62,9 @@ class Learned(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
+    """`limits` are given where they are no longer those of the step before."""
+
+    limits: Limits | None = None
 
 
 class Pumped(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -28,6 +28,7 @@ from ess.comm.experts.balance import balance
 from ess.comm.experts.expert_ranks import ExpertRanks, OutOfStep, Rooms
 from ess.comm.experts.loads import WINDOW_STEPS
 from ess.engine.process.messages import ExpertLine
+from ess.engine.tpot_control import Limits
 
 TICK_S: Final = 0.01
 """How long a rank waits for requests of its own, while no rank has any, before it asks again."""
@@ -105,6 +106,9 @@ class Ranks(Protocol):
 
     def meet(self, need: StepNeeds) -> StepAgreement: ...
 
+    def limits(self, mine: Limits) -> Limits:
+        """What bounds a step here, where this rank's pace gives `mine`."""
+
     def check(self) -> None:
         """LinkLost if a rank is lost: asked when the host has waited for a device, before what came
         from there is believed."""
@@ -131,6 +135,9 @@ class Alone:
             all_leave=True,
         )
         return self.latest
+
+    def limits(self, mine: Limits) -> Limits:
+        return mine
 
     def check(self) -> None:
         return
@@ -179,6 +186,9 @@ class Many:
         else:
             self._expert_ranks.loads.forget()
         return self.latest
+
+    def limits(self, mine: Limits) -> Limits:
+        return mine
 
     def check(self) -> None:
         self._expert_ranks.team.check()

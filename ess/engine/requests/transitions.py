@@ -98,7 +98,7 @@ class Transitions:
         """The request and its followers start to decode."""
         assert request.is_prefilled, f"request {request.number} has not all of its prompt"
         followers = self.intake.followers.release(request)
-        forked = self.admission.fork(request, followers, limit=self.flights.pace.batch_limit)
+        forked = self.admission.fork(request, followers, limit=self.flights.limits.batch)
         for landed in (request, *forked):
             assert landed.sequence is not None, f"request {landed.number} has no rows"
             assert len(landed.output) == len(landed.prior_output), (

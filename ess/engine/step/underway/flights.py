@@ -31,7 +31,7 @@ from ess.engine.step.underway.future import FutureMap, depth_reasons
 from ess.engine.step.warmth import Warmth
 from ess.engine.step.way import Way
 from ess.engine.step_bytes import positions_max
-from ess.engine.tpot_control import SeenStep, drafts_of
+from ess.engine.tpot_control import Limits, SeenStep, drafts_of
 from ess.units import counted, format_bytes
 
 
@@ -65,6 +65,11 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
+    @property
+    def limits(self) -> Limits:
+        """Those of the pace, or of rank 0's where several ranks are one engine."""
+        return self._ranks.limits(self.pace.limits)
+
     def enter(self, request: Request) -> None:
         """The request's next step begins at its last token."""
         assert request.sequence is not None, f"request {request.number} has no rows"
@@ -82,17 +87,18 @@ class Flights:
         are for the caller to run; without any, `stand_by_prompts`. PoolFull if there are no pages
         for the positions that the turns may reach: then nothing has changed and no rank was met.
         """
+        limits = self.limits
         plan = scheduler.plan(
             roster,
             batch_max=self._config.max_running,
             query_max=self._config.query_max,
-            verified_max=self.pace.verified_count,
-            chunk_tokens=self.pace.chunk_limit,
+            verified_max=limits.verified,
+            chunk_tokens=limits.chunk,
             positions_max=self._positions_max,
         )
         chunk_tokens = sum(chunk.count for chunk in plan.chunks)
         if plan.turns:
-            self._launch(plan.turns, chunk_tokens)
+            self._launch(plan.turns, chunk_tokens, limits.verified)
         else:
             self.stand_by(StepNeeds(chunk_tokens=chunk_tokens))
         return plan
@@ -114,14 +120,14 @@ class Flights:
             has_mtp = self._runner.offload.layout.mtp_layer_count > 0
             self._runner.standby.prompts(has_mtp=has_mtp)
 
-    def _launch(self, turns: tuple[Turn, ...], chunk_tokens: int) -> None:
+    def _launch(self, turns: tuple[Turn, ...], chunk_tokens: int, verified_count: int) -> None:
         assert len(self._flights) <= self._config.depth, "a step is launched too early"
-        draft_count = drafts_of(self.pace.verified_count, self._config.mtp)
+        draft_count = drafts_of(verified_count, self._config.mtp)
         flight = self._launcher.launch(
             turns,
             brought=StepNeeds(draft_count=draft_count, chunk_tokens=chunk_tokens),
             lap=self._laps(),
-            fit=None if self.replays is None else self.replays.fit(turns, self.pace.verified_count),
+            fit=None if self.replays is None else self.replays.fit(turns, verified_count),
         )
         self._flights.append(flight)
         for turn in turns:
