@@ -47,27 +47,7 @@ _RUN: Final = b"R"
 _REST: Final = b"P"
 _STOP: Final = b"S"
 _SPAN: Final = Struct("<QII")
-_FEW: Final = (4, 8)
 _INT: Final = np.dtype("<i4")
-
-
-def check_team(kind: Kind, size: int, *, head_count: int, deterministic: bool) -> None:
-    """Compiled attention sums a head's products in an order that depends on whether the call has up
-    to 4 heads, up to 8, or more: a split that crosses one of these bounds changes bits."""
-    if kind == "cp" or size == 1:
-        return
-    if head_count % size:
-        raise BadInput(f"tp_size is {size}: {head_count} heads cannot be shared equally")
-    own_count = head_count // size
-    if deterministic and _order_of(own_count) != _order_of(head_count):
-        raise BadInput(
-            f"tp_size is {size}: a rank's {own_count} of {head_count} heads round otherwise than "
-            f"all; a deterministic engine needs more than {_FEW[-1]} heads a rank, or cp_size"
-        )
-
-
-def _order_of(head_count: int) -> int:
-    return sum(head_count > few for few in _FEW)
 
 
 def share_of(kind: Kind, team: Team) -> Share:

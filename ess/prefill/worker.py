@@ -35,6 +35,7 @@ from ess.engine.process.peers import Peers, layout_digest, open_port
 from ess.engine.process.wire import open_wire
 from ess.engine.process.worker import serve
 from ess.engine.step.runner import made_runner, pack_weights
+from ess.engine.tokens.determinism import check_heads
 from ess.errors import BadState, EssError
 from ess.kernels.backend import ops
 from ess.layout import ModelLayout
@@ -47,7 +48,7 @@ from ess.prefill.reports import Hello
 from ess.prefill.rooms import stage_offload
 from ess.prefill.stage import Stage
 from ess.prefill.stages import members
-from ess.prefill.team import TeamLead, TeamMember, check_team, heads_of
+from ess.prefill.team import TeamLead, TeamMember, heads_of
 
 GRACE_S: Final = 1.5
 LOAD_S: Final = 3600.0
@@ -76,12 +77,9 @@ def load_weights(launch: Launch, rank: Rank, team: Team) -> tuple[Model, ModelLa
         heads=heads_of(rank.team_kind, team),
     )
     config = model.config
-    check_team(
-        rank.team_kind,
-        team.size,
-        head_count=config.head_count,
-        deterministic=chosen.deterministic,
-    )
+    if rank.team_kind == "tp":
+        heads = config.head_count
+        check_heads(team.size, head_count=heads, deterministic=chosen.deterministic)
     return model, config.layout(row=chosen.row, has_mtp=chosen.mtp > 1)
 
 

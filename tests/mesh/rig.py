@@ -21,22 +21,24 @@ from ess.engine.config import EngineConfig
 from ess.engine.mesh.engines import Follower, Lead, MeshEngine
 from ess.flashtrans.patient import PatientLane
 from ess.layout import ModelLayout
+from ess.models.load import load_model
 from ess.models.model import Model
 from ess.models.registry import build
 from ess.models.weights.expected.split import HEAD_TENSORS
+from ess.prefill.team import heads_of
 from tests.comm.test_local import each
 from tests.ranks.rig import weights
 from tests.support.manual_lane import ManualLane
 
-LAYERS = 3
 PARTS = {1: ((0, 3),), 2: ((0, 1), (1, 3)), 3: ((0, 1), (1, 2), (2, 3))}
+BOX_PARTS = {1: ((0, 6),), 2: ((0, 2), (2, 6))}
 PATIENCE_S = 240.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """`chunks` of slots for each group; pages of the device, where they are not as many as on the
-    host."""
+    host. The family "box" is the model in the box, with its own weights and rows."""
 
     family: str = "v32"
     tp: int = 1
@@ -44,6 +46,13 @@ class Shape:
     chunks: int = 1
     mtp: int = 1
     index_pages: int | None = None
+
+    @property
+    def is_box(self) -> bool:
+        return self.family == "box"
+
+    def layers(self, rank: int) -> tuple[int, int]:
+        return (BOX_PARTS if self.is_box else PARTS)[self.pp][rank // self.tp]
 
 
 @dataclass
@@ -134,8 +143,10 @@ class LateHost(CommonHost):
 
 
 def part_of(shape: Shape, group: Group) -> Model:
+    layers = range(*shape.layers(group.rank))
+    if shape.is_box:
+        return load_model(layers=layers, heads=heads_of("tp", group.team))
     config, whole = weights(shape.family)
-    layers = range(*PARTS[shape.pp][group.rank // shape.tp])
 
     def own(name: str) -> torch.Tensor:
         if not name.endswith(HEAD_TENSORS):
@@ -158,8 +169,9 @@ def engine(
 
 def _made(shape: Shape, group: Group, port_of, tokenizer, config: dict) -> MeshEngine:
     model = part_of(shape, group)
-    whole = model.config.layout(row="f32", index="f32", has_mtp=shape.mtp > 1)
-    layout = whole.part(*PARTS[shape.pp][group.rank // shape.tp])
+    form = {} if shape.is_box else {"row": "f32", "index": "f32"}
+    whole = model.config.layout(**form, has_mtp=shape.mtp > 1)
+    layout = whole.part(*shape.layers(group.rank))
     pages = shape.index_pages
     common = _common(group, whole, layout)
     offload = Offload.create(
@@ -198,7 +210,8 @@ def run_mesh(
             group.fail(f"{type(wrong).__name__}: {wrong}")
             raise
 
-    weights(shape.family)  # read once, before there are threads
+    if not shape.is_box:
+        weights(shape.family)  # read once, before there are threads
     groups = local_group(shape.tp * shape.pp, team=shape.tp, patience_s=PATIENCE_S)
     skew = Skew(late)
     for stage in range(shape.pp if late else 0):

@@ -40,6 +40,12 @@ def engine(model, *, mtp: int = 1, chunks: int = 5, evict: str = "lru", **change
 
 
 def said(eng: Engine, *neighbours: int) -> list[object]:
+    made = chances_of(eng, *neighbours)
+    eng.offload.close()
+    return made
+
+
+def chances_of(eng: Engine, *neighbours: int) -> list[object]:
     """The request's tokens with their chances to the last bit, among requests that share its text
     from the start or not at all."""
     others = [eng.add(text("embedded")[:count], Sampling(tokens_max=20)) for count in neighbours]
@@ -51,7 +57,6 @@ def said(eng: Engine, *neighbours: int) -> list[object]:
         for made in eng.step().made:
             if made.request is request:
                 chances += [msgspec.structs.astuple(chance) for chance in made.chances]
-    eng.offload.close()
     return [*request.output, *chances]
 
 

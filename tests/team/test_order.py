@@ -17,11 +17,12 @@ from ess.door.memory.mapped import MappedPools, MappedRows, SharedPools
 from ess.engine.prompt.pack import Span
 from ess.engine.prompt.share import Whole, cut
 from ess.engine.step.runner import Runner
+from ess.engine.tokens.determinism import check_heads
 from ess.errors import BadInput, Unavailable
 from ess.models.load import load_model
 from ess.models.weights.expected.shapes import Cut, Spec
 from ess.models.weights.expected.split import Split
-from ess.prefill.team import OwnRows, TeamLead, check_team, heads_of, share_of
+from ess.prefill.team import OwnRows, TeamLead, heads_of, share_of
 from tests.support.layouts import PLAIN
 from tests.team.rig import Made, alone, in_team, packs, prompts, run_packs
 from tests.team.test_exact import check_bitwise
@@ -108,22 +109,22 @@ def test_heads_that_cannot_be_split_are_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    ("kind", "heads", "size", "said"),
+    ("heads", "size", "said"),
     [
-        ("tp", 12, 5, "tp_size is 5: 12 heads cannot be shared equally"),
-        ("tp", 64, 8, "8 of 64 heads"),
-        ("tp", 8, 2, "4 of 8 heads"),
+        (12, 5, "tp_size is 5: 12 heads cannot be shared equally"),
+        (64, 8, "8 of 64 heads"),
+        (8, 2, "4 of 8 heads"),
     ],
 )
-def test_teams_that_a_deterministic_engine_refuses(kind, heads, size, said):
+def test_teams_that_a_deterministic_engine_refuses(heads, size, said):
     with pytest.raises(BadInput, match=said):
-        check_team(kind, size, head_count=heads, deterministic=True)
+        check_heads(size, head_count=heads, deterministic=True)
 
 
-@pytest.mark.parametrize(("kind", "heads", "size"), [("tp", 128, 8), ("tp", 4, 2), ("cp", 8, 3)])
-def test_teams_that_keep_every_bit(kind, heads, size):
-    check_team(kind, size, head_count=heads, deterministic=True)
-    check_team("tp", 8, head_count=64, deterministic=False)
+@pytest.mark.parametrize(("heads", "size"), [(128, 8), (4, 2), (8, 1)])
+def test_teams_that_keep_every_bit(heads, size):
+    check_heads(size, head_count=heads, deterministic=True)
+    check_heads(8, head_count=64, deterministic=False)
 
 
 def offload(**more) -> Offload:

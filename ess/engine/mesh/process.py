@@ -19,6 +19,7 @@ from ess.door import Offload
 from ess.door.handoff.port import Port
 from ess.door.memory.common_host import CommonHost
 from ess.engine.mesh.engines import Follower, Lead, MeshEngine
+from ess.engine.process.arithmetic import arithmetic
 from ess.engine.process.build import Built
 from ess.engine.process.lifeline import keep_objects, stay_with_lead
 from ess.engine.process.member import join, main, membership, rank_of
@@ -28,6 +29,7 @@ from ess.engine.process.rank import greet
 from ess.engine.process.wire import open_wire
 from ess.engine.process.worker import serve
 from ess.engine.step.runner import pack_weights
+from ess.engine.tokens.determinism import check_heads
 from ess.errors import BadInput
 from ess.flashtrans.lanes import open_lane
 from ess.flashtrans.patient import PatientLane
@@ -41,6 +43,15 @@ from ess.models.weights.files.fingerprint import fingerprint
 from ess.pool.capacity import even_chunks, whole_count
 
 
+def facts(launch: Launch) -> dict[str, str]:
+    """What must be the same on all ranks. With `deterministic` also what rounds: a stage on an
+    unlike machine would make other rows than one engine, or a prefill worker, makes."""
+    made = {"model": fingerprint(launch.model).hex()}
+    if launch.config.deterministic:
+        made["arithmetic"] = arithmetic(launch.config)
+    return made
+
+
 def load_part(launch: Launch, rank: Rank) -> tuple[Model, ModelLayout]:
     """This rank's part of the model, and the layout of the whole."""
     chosen = launch.config
@@ -51,11 +62,12 @@ def load_part(launch: Launch, rank: Rank) -> tuple[Model, ModelLayout]:
         launch.model, form=chosen.form, layers=range(*rank.layers[stage]), heads=heads
     )
     config = model.config
-    if config.is_grouped or config.head_count % rank.team:
+    if config.is_grouped:
         raise BadInput(
             f"tp_size is {rank.team}: {config.head_count} heads of a model of {config.family}"
             " cannot be shared equally"
         )
+    check_heads(rank.team, head_count=config.head_count, deterministic=chosen.deterministic)
     return model, config.layout(row=chosen.row, has_mtp=chosen.mtp > 1)
 
 
@@ -93,7 +105,7 @@ def made_engine(launch: Launch, group: Group) -> tuple[MeshEngine, Port | None]:
     offload = part_offload(launch, part, whole, common)
     if rank.team == 1:
         pack_weights(model, part, ops(launch.config.backend))
-    greet(group, {"model": fingerprint(launch.model).hex()})
+    greet(group, facts(launch))
     settings, tokenizer = replace(launch.config, budget_every=0), Tokenizer(launch.model)
     if group.rank:
         return MeshEngine(model, offload, settings, group, tokenizer=tokenizer), None

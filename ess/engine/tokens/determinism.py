@@ -9,12 +9,14 @@ cut follows residency (DA, DBA), and torch's products, whose rounding follows th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ess.errors import BadInput, Unavailable
 
 if TYPE_CHECKING:
     from ess.kernels.ops import Ops
+
+FEW: Final = (4, 8)
 
 
 def check_deterministic(modes: str | Sequence[str], **others: str | int) -> None:
@@ -24,6 +26,25 @@ def check_deterministic(modes: str | Sequence[str], **others: str | int) -> None
     for name, value in others.items():
         if value != "off":
             raise BadInput(f"deterministic needs {name} off, but it is {value!r}")
+
+
+def check_heads(size: int, *, head_count: int, deterministic: bool) -> None:
+    """Refuses a `tp_size`. Compiled attention sums a head's products in an order that depends on
+    whether the call has up to 4 heads, up to 8, or more: a split that crosses one of these bounds
+    changes bits."""
+    if head_count % size:
+        raise BadInput(f"tp_size is {size}: {head_count} heads cannot be shared equally")
+    own_count = head_count // size
+    if deterministic and _order_of(own_count) != _order_of(head_count):
+        raise BadInput(
+            f"tp_size is {size}: a rank's {own_count} of {head_count} heads round otherwise than "
+            f"all; a deterministic engine needs more than {FEW[-1]} heads a rank, or in a prefill"
+            " worker cp_size"
+        )
+
+
+def _order_of(head_count: int) -> int:
+    return sum(head_count > few for few in FEW)
 
 
 def require_alike(ops: Ops, backend: str) -> None:
