@@ -292,7 +292,6 @@ MESH_LACKS: Final[Mapping[str, str]] = {
     "cp_size": "only prefill workers divide the tokens of a chunk",
     "dp_size": "the experts are divided among whole engines",
     "prefix_cache_dir": "the stages' parts of a page would come from the disk at different times",
-    "fake_prefill": "rows are invented in one process only",
 }
 
 

@@ -174,6 +174,7 @@ class Handoffs:
         assert takes is not None, f"request {request.number} takes no rows"
         if takes.fake:
             invent(self._runner, opened)
+            self._runner.offload.owner.pools.latent.say()
             self._told.append((request, ""))
             return
         assert self._port is not None, f"request {request.number} takes rows without a port"

@@ -8,6 +8,7 @@ import pytest
 
 from ess.door.handoff.port import Port
 from ess.engine.config import EngineConfig
+from ess.engine.engine import Engine
 from ess.engine.mesh.engines import Lead
 from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
@@ -15,7 +16,7 @@ from ess.errors import BadInput
 from ess.transfer.endpoint import Identity
 from ess.transfer.transports.inprocess import Exchange, InProcessTransport
 from tests.mesh.rig import Shape, run_mesh
-from tests.model.test_engine import expected, prompt
+from tests.model.test_engine import engine, expected, prompt
 from tests.pd.rigs import LAYOUT, SEAL, STEP_S, Worker
 from tests.support.checkpoints import small
 from tests.support.manual_clock import ManualClock
@@ -143,10 +144,38 @@ def test_rows_land_however_late_a_member_is(late: str):
     assert made == [expected("v32", length, COUNT) for length in LENGTHS]
 
 
+@pytest.mark.parametrize(("tp", "pp", "mtp", "late"), [(2, 1, 2, "writer"), (1, 3, 1, None)])
+def test_invented_rows_are_the_same_on_all_ranks(tp, pp, mtp, late):
+    """Each rank has a salt of its own for them, so they are of no use to a later request on any."""
+
+    def act(eng: Engine) -> list[list[int]]:
+        leader = eng.add(prompt(130), WISH, take=Take(0, fake=True))
+        made = [leader, eng.add(prompt(130), WISH, leader=leader, take=Take(0, fake=True))]
+        eng.step()
+        eng.pump()
+        made.append(eng.add(prompt(90), WISH, take=Take(0, fake=True)))
+        for _ in eng.run():
+            eng.check()
+        honest = eng.add(prompt(130), WISH)
+        for _ in eng.run():
+            eng.check()
+        assert honest.cached_count == 0
+        assert honest.output == expected("v32", 130, COUNT)
+        return [request.output for request in made]
+
+    alone = engine("v32", mtp=mtp, modes="none", chunks=4, fake_prefill=True)
+    wanted = act(alone)
+    alone.offload.close()
+    shape = Shape(tp=tp, pp=pp, mtp=mtp, chunks=2)
+    assert run_mesh(shape, act, late=late, modes="none", fake_prefill=True) == wanted
+
+
 def test_what_an_engine_of_several_processes_refuses():
     def act(lead: Lead) -> list[int]:
         with pytest.raises(BadInput, match="handoff 5: no rows come to this engine"):
             lead.add(prompt(40), WISH, take=Take(5, 1))
+        with pytest.raises(BadInput, match="fake_prefill is off"):
+            lead.add(prompt(40), WISH, take=Take(5, fake=True))
         with pytest.raises(BadInput, match="hands no prompts over"):
             lead.add(prompt(40), WISH, give=5)
         made = lead.add(prompt(40), WISH)

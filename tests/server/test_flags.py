@@ -16,8 +16,8 @@ from ess.server.commands.start.settings import read_file, resolve
     ("flags", "says"),
     [
         (
-            ["--tensor-parallel-size", "8", "--fake-prefill"],
-            "fake_prefill is True, and tp_size is 8",
+            ["-tp", "8", "--prefix-cache-dir", "d"],
+            "prefix_cache_dir is d, and tp_size is 8, pp_size",
         ),
         (["--disable-radix-cache"], "always shared"),
         (["--enable-dynamic-chunking"], "there tpot_ms sizes the chunks"),

@@ -100,7 +100,7 @@ class Lead(MeshEngine):
         if asked.grammar is not None:
             self._entry.grammars()  # what rank 0 lacks is refused before the others hear of it
         leader, take = options.get("leader"), options.get("take")
-        if take is not None and (take.fake or self._arrivals is None):
+        if take is not None and not take.fake and self._arrivals is None:
             raise BadInput(f"handoff {take.uid}: no rows come to this engine from elsewhere")
         if leader is not None:
             self._intake.require_own(leader)
@@ -111,7 +111,7 @@ class Lead(MeshEngine):
             None if leader is None else leader.first_leader.number,
             options.get("salt", b""),
             list(options["prior_output"]),
-            None if take is None else (take.uid, take.peer),
+            None if take is None else (take.uid, take.peer, take.fake),
         )
         self.lockstep.say(added)
         return super().add(prompt, asked, **options)
@@ -149,7 +149,8 @@ class Lead(MeshEngine):
 
     def pump(self) -> None:
         """`pump` counts as a call of its own where the other ranks may be told something."""
-        if not self._is_in_step and self._arrivals is not None and self._arrivals.awaits:
+        awaits = self._arrivals is not None and self._arrivals.awaits
+        if not self._is_in_step and (awaits or self._handoffs.has_told):
             self.lockstep.say(Pumped())
         super().pump()
 

@@ -30,7 +30,8 @@ PIECE_BYTES: Final = HEAD_BYTES_MAX - 1
 
 
 class Added(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`leader` is the number of an earlier request, `take` those of a handoff and its peer."""
+    """`leader` is the number of an earlier request, `take` those of a handoff and its peer, and
+    whether its rows are invented."""
 
     prompt: list[int]
     sampling: Sampling
@@ -38,7 +39,7 @@ class Added(msgspec.Struct, frozen=True, array_like=True, tag=True):
     leader: int | None = None
     salt: bytes = b""
     prior_output: list[int] = []
-    take: tuple[int, int] | None = None
+    take: tuple[int, int, bool] | None = None
 
 
 class Cancelled(msgspec.Struct, frozen=True, array_like=True, tag=True):
