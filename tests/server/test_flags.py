@@ -103,7 +103,7 @@ from ess.server.commands.start.settings import read_file, resolve
         (["--body-bytes", "0"], "body_bytes is 0; must be at least 1KiB"),
         (["-dp", "3", "-ep"], "8 experts cannot be shared equally by 3 ranks"),
         (
-            ["-pp", "2", "--nsa-decode-backend", "flashmla_kv", "--deterministic"],
+            ["-pp", "2", "--nsa-decode-backend", "flashmla_kv", "--prefix-cache-dir", "d"],
             "--nsa-decode-backend has no",
         ),
         (
