@@ -1,4 +1,4 @@
-"""Tokens drawn by noise: by torch, by a kernel."""
+"""Tokens drawn by noise: by their definition, by torch, by a kernel."""
 
 from __future__ import annotations
 
@@ -21,6 +21,38 @@ COUNT, WIDTH = 24, 700
 def draws_of(count: int, *, top_k: int = WIDTH) -> Draws:
     seeds = torch.arange(count) * 0x9E3779B97F4A7C1 - (1 << 62)
     return Draws(torch.full((count,), top_k), seeds, torch.arange(count) * 31 + 1)
+
+
+def defined(seed: int, position: int, token: int) -> float:
+    """The noise of a token, in whole numbers without a sign up to its share, then in float64."""
+    low, lowest, key = (1 << 64) - 1, (1 << 32) - 1, seed
+    for added in (0, position):
+        key = key + added & low
+        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & low
+        key = (key ^ key >> 27) * 0x94D049BB133111EB & low
+        key ^= key >> 31
+    mixed = token * 0x9E3779B9 & lowest ^ key & lowest
+    mixed = (mixed ^ mixed >> 16) * 0x7FEB352D + (key >> 32) & lowest
+    mixed = (mixed ^ mixed >> 15) * 0x846CA68B & lowest
+    mixed = (mixed ^ mixed >> 16) & 0x7FFFFFFF
+    share = float(torch.tensor(mixed).float().add(0.5)) * (1.0 - 2.0**-23) / 2.0**31
+    return -math.log(-math.log1p(-share))
+
+
+def test_noise_is_that_of_its_definition() -> None:
+    """So a seed says the same in all versions. Lines of greedy requests keep their tokens."""
+    draws, width = draws_of(COUNT), 40
+    noise = gumbel(mixed_keys(draws.seeds, draws.positions), torch.arange(width))
+    lines = zip(draws.seeds.tolist(), draws.positions.tolist(), strict=True)
+    wanted = [
+        [defined(seed, position, token) for token in range(width)] for seed, position in lines
+    ]
+    torch.testing.assert_close(noise, torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+    scores = torch.randn(COUNT, width, generator=torch.Generator().manual_seed(2))
+    draws.top_k[::5], draws.top_k[1::5] = 0, 1
+    tokens = torch.full((COUNT,), -7)
+    draw(scores, draws, tokens)
+    assert tokens.equal(torch.where(draws.top_k > 0, (scores + noise).argmax(-1), -7))
 
 
 @pytest.fixture(params=SETS[2:])
