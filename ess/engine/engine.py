@@ -17,8 +17,9 @@ always makes its tokens and ends.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Unpack
 
 import torch
@@ -109,6 +110,7 @@ class Engine:
         self._resume = self._loads.with_room(self._transitions.resume)
         self._made: list[NewTokens] = []
         self._is_closed = False
+        self._is_half_made = False
 
     # ---- requests
 
@@ -212,7 +214,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> StepResult:
         """After an error in here (memory, a driver, Ctrl-C) the engine and its offload can only be
-        closed: a step may be half made."""
+        closed: a step may be half made. BadState once one is."""
         depth = self.depth
         self._learn(depth)
         self._rebalance()
@@ -321,9 +323,24 @@ class Engine:
         again."""
         while True:
             try:
-                return self._flights.launch(self._roster)
+                with self._wholly():
+                    return self._flights.launch(self._roster)
             except PoolFull as refusal:
                 self._make_room(refusal)
+
+    @contextlib.contextmanager
+    def _wholly(self) -> Iterator[None]:
+        """For what any error but PoolFull leaves half made: a later step would lose tokens, or
+        repeat them."""
+        if self._is_half_made:
+            raise BadState("a step of this engine failed midway: close the engine and its offload")
+        self._is_half_made = True
+        try:
+            yield
+        except PoolFull:
+            self._is_half_made = False
+            raise
+        self._is_half_made = False
 
     def _refill(self, plan: StepPlan) -> None:
         if self._config.warm:
@@ -376,8 +393,9 @@ class Engine:
         while the host waits for a device."""
         while len(self._flights) > flight_max:
             self._handoffs.move_until(self._flights.have_landed)
-            for outcome in self._flights.learn():
-                self._take(outcome)
+            with self._wholly():
+                for outcome in self._flights.learn():
+                    self._take(outcome)
 
     def _take(self, outcome: Outcome) -> None:
         request = outcome.feed.request

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from unittest.mock import Mock
 
 import pytest
 
@@ -135,6 +136,27 @@ def test_requests_join_leave_preempt_and_share_prefixes():
     assert again.sequence.cached_count >= 64, "the prompt of a finished request is a prefix"
     run(eng)
     assert again.output == expected("v32", 200, 4)
+
+
+@pytest.mark.parametrize(
+    "place", ["step.underway.future.FutureMap.tell", "step.warmth.Warmth.stepped"]
+)
+def test_a_step_that_fails_midway_is_the_last(place, monkeypatch):
+    """It has taken tokens that no later step can give: the engine can only be closed."""
+    eng = engine("v32", mtp=2)
+    request = eng.add(prompt(20), Sampling(tokens_max=9))
+    while len(request.output) < 3:
+        eng.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"ess.engine.{place}", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            eng.step()
+    for _ in range(2):
+        with pytest.raises(BadState, match="failed midway: close the engine"):
+            eng.step()
+    assert request.output == expected("v32", 20, 9)[: len(request.output)]
+    eng.close()
+    eng.offload.close()
 
 
 def test_sampled_tokens_do_not_depend_on_drafts_or_neighbours():
