@@ -134,6 +134,7 @@ libraries:
 $(CARRIED): $(wildcard $(WHEELS)/*.whl)
 $(COMPARED): $(wildcard build/libraries/*.whl)
 $(CARRIED) $(COMPARED):
+	rm -rf $@
 	mkdir -p $@
 	$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $@ $^ || \
 		echo "the wheels of $@ cannot be unpacked: what needs these packages is skipped"
