@@ -330,10 +330,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _wholly(self) -> Iterator[None]:
-        """For what any error but PoolFull leaves half made: a later step would lose tokens, or
-        repeat them."""
-        if self._is_half_made:
-            raise BadState("a step of this engine failed midway: close the engine and its offload")
+        """Runs a part of a step. An error in it other than PoolFull leaves the step half made: a
+        later one would lose tokens, or repeat them, so there is none."""
         self._is_half_made = True
         try:
             yield
@@ -391,6 +389,8 @@ class Engine:
     def _learn(self, flight_max: int) -> None:
         """Learns the oldest steps until at most `flight_max` are under way. Rows of handoffs move
         while the host waits for a device."""
+        if self._is_half_made:
+            raise BadState("a step of this engine failed midway: close the engine and its offload")
         while len(self._flights) > flight_max:
             self._handoffs.move_until(self._flights.have_landed)
             with self._wholly():

@@ -151,9 +151,11 @@ def test_a_step_that_fails_midway_is_the_last(place, monkeypatch):
         patch.setattr(f"ess.engine.{place}", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             eng.step()
-    for _ in range(2):
+    waiting = eng.add(prompt(20))
+    for call in (eng.step, eng.learn, lambda: eng.preempt(request), eng.step):
         with pytest.raises(BadState, match="failed midway: close the engine"):
-            eng.step()
+            call()
+    assert waiting.state == "waiting"
     assert request.output == expected("v32", 20, 9)[: len(request.output)]
     eng.close()
     eng.offload.close()
