@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -64,21 +65,42 @@ def test_a_share_of_the_heads_that_rounds_otherwise_is_refused(monkeypatch):
         process.load_part(LAUNCH, RANK)
 
 
-def test_ranks_that_would_round_otherwise_do_not_begin(monkeypatch):
-    """As on two machines with other instructions. Without `deterministic` they work together."""
-    monkeypatch.setattr(process, "arithmetic", lambda config: f"kernels {next(kinds)}")
-    kinds = count()
+def refused(launches: Sequence[Launch]) -> str:
+    """What rank 0 says to ranks that were started like this."""
 
     def run(group: Group) -> None:
         try:
-            greet(group, process.facts(LAUNCH))
+            greet(group, process.facts(launches[group.rank]))
         except BaseException as wrong:
             group.fail(str(wrong))
             raise
 
     refusal, lost = each(local_group(2, team=2), run)
     assert isinstance(refusal, BadInput)
-    assert re.match(r"arithmetic is kernels \d on rank 1, kernels \d on rank 0", str(refusal))
     assert isinstance(lost, LinkLost)
+    return str(refusal)
+
+
+def test_ranks_that_would_round_otherwise_do_not_begin(monkeypatch):
+    """As on two machines with other instructions. Without `deterministic` they work together."""
+    monkeypatch.setattr(process, "arithmetic", lambda config: f"kernels {next(kinds)}")
+    kinds = count()
+    said = r"arithmetic is kernels \d on rank 1, kernels \d on rank 0"
+    assert re.match(said, refused([LAUNCH, LAUNCH]))
     config = replace(LAUNCH.config, deterministic=False)
     assert "arithmetic" not in process.facts(structs.replace(LAUNCH, config=config))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"tpot_ms": 20.0}, "tpot_ms is 20.0 on rank 1, 0.0 on rank 0"),
+        ({"deterministic": False}, "deterministic is False on rank 1, True on rank 0"),
+        ({"fake_prefill": True, "role": "decode"}, "role is decode on rank 1, both on rank 0"),
+    ],
+)
+def test_nodes_with_other_flags_do_not_begin(settings, named):
+    """Each node has a command line. With other limits or refusals the ranks would come apart, or
+    wait for one another for ever."""
+    other = structs.replace(LAUNCH, config=replace(LAUNCH.config, **settings))
+    assert refused([LAUNCH, other]) == named

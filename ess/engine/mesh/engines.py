@@ -71,10 +71,11 @@ class MeshEngine(Engine):
     def _scored(
         self, prefilled: Sequence[Prefilled], chunks: Sequence[Chunk]
     ) -> tuple[tuple[Chance, ...], ...]:
-        """The last stage has the head; the chances of its first member are used. A pace also needs
-        them when they are empty: rank 0 times a pack until they come, through all stages."""
+        """The last stage has the head; the chances of its first member are used. Where chunks
+        follow a target rank 0 waits for them though they are empty: it times a pack until they
+        come, through all stages."""
         is_asked = any(chunk.request.sampling.prompt_logprobs is not None for chunk in chunks)
-        if not is_asked and not self._config.is_paced:
+        if not is_asked and not self._config.tpot_ms:
             return tuple(() for _ in chunks)
         base, is_last = super()._scored, self.runner.model.is_last
         made = self.lockstep.spread(

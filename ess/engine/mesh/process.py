@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Final
 
 import torch
 
@@ -42,11 +43,32 @@ from ess.models.weights.expected.split import Split
 from ess.models.weights.files.fingerprint import fingerprint
 from ess.pool.capacity import even_chunks, whole_count
 
+ALIKE: Final = (
+    "max_running",
+    "mtp",
+    "mtp_auto",
+    "tpot_ms",
+    "chunk_tokens",
+    "depth",
+    "promise",
+    "tbo",
+    "deterministic",
+    "role",
+    "handoff_failure",
+    "fake_prefill",
+    "backend",
+    "form",
+    "row",
+)
+"""Settings by which a rank decides what is in a step, what it refuses, and for whom it waits."""
+
 
 def facts(launch: Launch) -> dict[str, str]:
     """What must be the same on all ranks. With `deterministic` also what rounds: a stage on an
     unlike machine would make other rows than one engine, or a prefill worker, makes."""
-    made = {"model": fingerprint(launch.model).hex()}
+    made = {name: str(getattr(launch.config, name)) for name in ALIKE}
+    made["max_model_len"] = str(launch.length_max)
+    made["model"] = fingerprint(launch.model).hex()
     if launch.config.deterministic:
         made["arithmetic"] = arithmetic(launch.config)
     return made
