@@ -72,16 +72,18 @@ class Node:
             return Loss(f"a process cannot be started: {reason_of(error)}")
         loss = await self._unless_ended(group.lost(stopped_s=STOPPED_S))
         if loss is None:
-            await self._drain(group)
+            await self._drain(group, is_first=number == 0)
         await group.stop(within_s=STOP_S if loss is None else 0.0)
         return loss
 
-    async def _drain(self, group: EngineGroup) -> None:
+    async def _drain(self, group: EngineGroup, *, is_first: bool) -> None:
+        """After a loss even processes that still load are needed, by the requests that resume."""
         console.note(
-            "ess: draining, until the first machine has ended its requests;"
-            f" {self._drain_s:g} s are left, SIGINT ends all at once"
+            "ess: the processes here go on until the first machine has ended its requests, for"
+            f" {self._drain_s:g} s at most; SIGINT ends them at once"
         )
-        group.ask_to_leave()
+        if is_first:
+            group.ask_to_leave()
         lost = asyncio.ensure_future(group.lost(stopped_s=STOPPED_S))
         ending = asyncio.ensure_future(self._at_once.wait())
         done, _ = await asyncio.wait(

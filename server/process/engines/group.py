@@ -111,7 +111,7 @@ class EngineGroup:
         return min(losses, key=lambda loss: loss.is_said)
 
     def ask_to_leave(self) -> None:
-        """Ends processes that no request needs yet; the others end with the lead."""
+        """Ends processes that have not met the lead yet; the others end with it."""
         for member in self._members:
             member.child.ask_to_end(LEAVE)
 
