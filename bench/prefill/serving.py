@@ -5,6 +5,7 @@ stages, against one `ess serve`. Engines have a thread each.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import random
 import re
 import statistics
@@ -22,7 +23,7 @@ from ess.bench.harness.measure.streaming import streamed
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.text import token_ids
 from ess.bench.prefill.rig import cores
-from ess.errors import BadState
+from ess.errors import BadState, not_installed
 from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
 
@@ -62,6 +63,8 @@ MEASURES: Final[tuple[tuple[str, str, Measure], ...]] = (
 
 
 def serving_rows(talk: Talk, *, router: str) -> list[Row]:
+    if importlib.util.find_spec(router) is None:
+        raise not_installed(router, extra="router")
     console.note(f"  one ess serve, {talk.requests} prompts of {talk.length:,} tokens ...")
     with started("serve", *THREADS) as (_, url):
         asyncio.run(_until_up(url))

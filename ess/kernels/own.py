@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, get_args
 
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput, not_installed
 from ess.kernels.served import BackendName
 
 if TYPE_CHECKING:
@@ -39,6 +39,6 @@ def _cuda() -> Backend:
     try:
         from ess.kernels.cuda.triton import ops as triton_ops
     except ModuleNotFoundError as error:
-        raise Unavailable(f"the cuda ops need {error.name}: install ess[cuda]") from None
+        raise not_installed(error.name or "triton", extra="cuda") from None
     triton_ops.require_device()
     return triton_ops

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -412,5 +413,7 @@ def test_a_library_that_asks_for_what_is_nowhere_is_refused_before_a_call(
     built = "g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", folder / "_C.so"
     subprocess.run(built, input=code.encode(), check=True)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "tvm_ffi", None)  # so that its end takes the stub out again
+    del sys.modules["tvm_ffi"]
     with pytest.raises(Unavailable, match="undefined symbol: of_another_torch"):
         deep_gemm.load(CPU, names=("lazily_bound",))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 import pytest
@@ -31,7 +30,9 @@ from tests.support.timed import TimedLane, TimedOps
 LENGTHS = (1, 2, 90, 130)
 
 
-def engine(family: str, *, chunks: int = 1, lane: Any = None, mtp: int = 1, **config) -> Engine:
+def engine(
+    family: str, *, chunks: int = 1, lane: Any = None, mtp: int = 1, clock: Any = None, **config
+) -> Engine:
     made = small(family, layer_count=3)
     layout = made.config.layout(row="f32", index="f32", has_mtp=mtp > 1)
     offload = Offload.create(
@@ -41,6 +42,7 @@ def engine(family: str, *, chunks: int = 1, lane: Any = None, mtp: int = 1, **co
         length_max=1024,
         slot_floor=24,
         lane=lane or ManualLane(seed=chunks, delay_max=3),
+        clock=clock,
         poison=True,
     )
     return Engine(made, offload, EngineConfig(mtp=mtp, chunk_tokens=48, **config))
@@ -79,8 +81,7 @@ def timed(family: str, mode: str, *, row_ns: int = 1000, attend_ns: int = 100, *
     """Copies and attention take simulated time, everything else none."""
     clock = ManualClock()
     lane = TimedLane(clock, row_ns=row_ns)
-    with mock.patch("ess.door.offload.RealClock", return_value=clock):
-        eng = engine(family, lane=lane, modes=mode, **config)
+    eng = engine(family, lane=lane, clock=clock, modes=mode, **config)
     runner = eng.runner
     runner.ops = TimedOps(runner.ops, clock, attend_ns=attend_ns, select_ns=4000)
     return eng

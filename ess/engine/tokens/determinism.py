@@ -38,8 +38,8 @@ def check_heads(size: int, *, head_count: int, deterministic: bool) -> None:
     if deterministic and _order_of(own_count) != _order_of(head_count):
         raise BadInput(
             f"tp_size is {size}: a rank's {own_count} of {head_count} heads round otherwise than "
-            f"all; a deterministic engine needs more than {FEW[-1]} heads a rank, or in a prefill"
-            " worker cp_size"
+            f"all; a deterministic engine needs more than {FEW[-1]} heads a rank or a smaller"
+            " tp_size, or in a prefill worker cp_size"
         )
 
 
