@@ -92,7 +92,7 @@ CLASSES: Final = (
     FaultClass(
         "Pinned memory is refused, or unpinned late",
         tests=("kernels/test_cuda_lane.py",),
-        note="refused by an emulated device; how long a real one takes to unpin is not known",
+        note="refused by a pretended device; how long a real one takes to unpin is not known",
     ),
     FaultClass(
         "A step selects more rows than there are slots",
