@@ -1,4 +1,5 @@
-"""Grammars in a mesh: rank 0 has the processes that follow them, and tells all what these say.
+"""Grammars in a mesh: rank 0 has the processes that follow them, and tells all ranks which
+tokens they allow.
 
     in each step     which requests wait for their grammar no more, while any request waits for one
     before a decode  the masks of its queries, while a request of the batch has a grammar

@@ -1,4 +1,4 @@
-"""How a process that is one of a group begins and ends: with all others, or in order."""
+"""How a process of a group begins and ends: with all others, or in order."""
 
 from __future__ import annotations
 

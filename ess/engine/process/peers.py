@@ -1,4 +1,4 @@
-"""The engine process among other workers: how rows travel, and whom it has met."""
+"""The engine process among other workers: how rows travel, and which peers it has met."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices of one prompt: the first of them prefills it, the others follow.
+"""Answers to one prompt (`n`): the first request prefills the prompt, the others follow.
 
 A follower waits on no roster until the prompt of its leader is there; then it is forked: full pages
 are shared, the partial one is copied. If the leader ends before that, its first follower leads the

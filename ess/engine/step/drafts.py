@@ -1,4 +1,4 @@
-"""Drafts: the MTP module guesses what the next steps will say.
+"""Drafts: the MTP module guesses the tokens of the next steps.
 
 Its row of position p pairs the finished hidden state of p with token p + 1, so it runs after the
 step's tokens are known, as the last layer of the same step: every verified position gets its row

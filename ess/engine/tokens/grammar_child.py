@@ -1,4 +1,4 @@
-"""Compiles and follows grammars of strangers. Run by path; imports nothing of ESS.
+"""Compiles and follows grammars that clients send. Run by path; imports nothing of ESS.
 
 A grammar of a hundred bytes may take years to compile or to follow, and the library's own limits do
 not count all of that work. So every grammar has a process of its own, forked from this one, which

@@ -1,4 +1,4 @@
-"""What an engine says of its disk tier; a server that only reads it loads no database."""
+"""What an engine says of its disk tier; a server that only reads this loads no database."""
 
 from __future__ import annotations
 
