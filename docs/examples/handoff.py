@@ -102,8 +102,8 @@ def main() -> None:
 
         print(f"{awaited.length} rows of {LAYOUT.layer_total} layers landed, all right")
         print("the network did:", {fault.value: count for fault, count in way.injected.items()})
-        stats = decode_port.stats()
-        print(f"refused were {stats.refused}, asked for again {stats.again_count}")
+        counts = decode_port.counts
+        print(f"refused were {counts.refused_count}, asked for again {counts.again_count}")
         print("on its way:", ", ".join(f"{name} {at:.3f} s" for name, at in landed.timeline.marks))
         prefill_port.close()
         decode_port.close()

@@ -97,7 +97,7 @@ def test_a_pace_with_prompts_that_were_made_elsewhere():
     def act(lead: Lead) -> list[list[int]]:
         made = [tier.add(lead, length) for length in lengths]
         tier.run(lead)
-        assert tier.port.stats().landed == len(lengths)
+        assert tier.port.counts.landed_count == len(lengths)
         return [request.output for request in made]
 
     more = {"port_of": tier.port_of, "clock_of": clock_of, "tpot_ms": 25.0}
