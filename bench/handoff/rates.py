@@ -31,6 +31,7 @@ PAGE: Final = 41_984
 PER_POST: Final = 16
 UNDER_WAY: Final = 8
 ROUNDS: Final = 5
+TICKET: Final = 1
 WITHIN_S: Final = 60.0
 SECRET: Final = Seal(b"both ends of a benchmark")
 MODULE: Final = "ess.bench.handoff.rates"
@@ -88,6 +89,7 @@ def _end(kind: Kind, size: int) -> Transport:
     region = shared_region(1, size) if kind == "shared" else Region(1, np.empty(size, np.uint8))
     region.memory[:] = 1
     made.register([region])
+    made.allow(TICKET)
     return made
 
 
@@ -114,6 +116,7 @@ def _push(end: Transport, peer: int, page_count: int) -> None:
                     local=page_runs(1, local[posted], page_bytes=PAGE),
                     remote=page_runs(1, remote[posted], page_bytes=PAGE),
                     notification=b"landed",
+                    ticket=TICKET,
                     within_s=WITHIN_S,
                 )
             )

@@ -125,7 +125,7 @@ class Endpoint(ABC):
         self._underway = Underway(self._clock)
         self._regions: dict[int, Region] = {}
         self._sizes: dict[int, int] = {}
-        self._tickets = {0}
+        self._tickets: set[int] = set()
         self._is_closed = False
 
     @property
@@ -165,7 +165,8 @@ class Endpoint(ABC):
 
     def _fault(self, runs: Runs, ticket: int) -> str | None:
         """Why a peer's transfer may not touch these runs of our memory; None if it may."""
-        if ticket not in self._tickets:
+        is_message = ticket == 0 and not len(runs)
+        if not is_message and ticket not in self._tickets:
             return f"ticket {ticket} is not allowed here"
         return fault_of(runs, self._sizes)
 

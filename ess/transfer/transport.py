@@ -11,6 +11,7 @@ but call its own `poll`. A transfer may carry a notification, which the peer see
   refuses a transfer whose ticket it has not allowed, or no longer allows, before a byte lands, and
   after `disconnect` no byte of that peer lands. Where it is false, as in one-sided hardware, the
   owner keeps the pages of a given-up handoff out of use until the peer has answered or is dead.
+  Messages bring no bytes: they have ticket 0, under which nothing lands.
 - Both sides `connect`: heartbeats and answers use the connection of their own sender.
 - Progress is made inside `poll`, in the thread that calls it. There are no other threads.
 """

@@ -27,6 +27,8 @@ from tests.support.manual_clock import ManualClock
 SEAL = Seal(b"a secret of sixteen bytes or more")
 LAYOUT = bytes(range(32))
 POISON = 0xFF
+TICKET = 1
+"""All ends of a rig allow it."""
 GUARD_S = 60.0
 SCRATCH = 60_000
 
@@ -78,6 +80,7 @@ class Rig:
             scratch = region(self.kind, SCRATCH, number=9)
             odds: dict[Fault, float] = {}
             made = FaultyTransport(made, clock=self.clock, odds=odds, scratch=scratch, seed=0)
+        made.allow(TICKET)
         self.ends.append(made)
         return made
 
@@ -136,7 +139,7 @@ def pages(numbers: Sequence[int] | NDArray[np.int64], size: int):
 def write(
     peer: int, local: Sequence[int], remote: Sequence[int], size: int, *, note: bytes = b"n", **more
 ) -> Transfer:
-    more = {"within_s": 30.0, **more}
+    more = {"within_s": 30.0, "ticket": TICKET, **more}
     return Transfer(
         peer=peer, local=pages(local, size), remote=pages(remote, size), notification=note, **more
     )

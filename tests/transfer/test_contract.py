@@ -20,6 +20,7 @@ from tests.transfer.rigs import (
     KINDS,
     LAYOUT,
     POISON,
+    TICKET,
     Rig,
     heard,
     identity,
@@ -101,7 +102,12 @@ def test_memory_that_is_not_registered_is_refused(rig: Rig, name: str) -> None:
     sender, receiver, _, remote = rig.pair(4_096)
     bad = np.array([(1, 0, 64), BAD_TARGETS[name]], np.int64)
     wish = Transfer(
-        peer=receiver.epoch, local=pages([0, 2], 64), remote=bad, notification=b"x", within_s=9
+        peer=receiver.epoch,
+        local=pages([0, 2], 64),
+        remote=bad,
+        notification=b"x",
+        ticket=TICKET,
+        within_s=9,
     )
     handle = sender.post(wish)
     seen = pump([sender, receiver], heard(0, Failed))
@@ -125,6 +131,17 @@ def test_a_ticket_is_asked_for_before_a_byte_lands(rig: Rig) -> None:
         assert isinstance(event, Completed if allowed else Failed)
         wanted = expected(local.memory, remote.memory, 64, [0, 5], [3, 1])
         assert np.array_equal(remote.memory, wanted if allowed else np.full_like(wanted, POISON))
+
+
+def test_no_byte_lands_without_a_ticket(rig: Rig) -> None:
+    sender, receiver, _, remote = rig.pair(4_096)
+    if not receiver.guards:
+        pytest.skip("this transport asks no peer")
+    sender.post(write(receiver.epoch, [0, 5], [3, 1], 64, ticket=0))
+    (event,) = pump([sender, receiver], lambda seen: bool(seen[0]))[0]
+    assert isinstance(event, Failed)
+    assert "ticket 0 is not allowed" in event.reason
+    assert (remote.memory == POISON).all()
 
 
 def test_another_layout_is_refused(rig: Rig) -> None:

@@ -18,6 +18,7 @@ from tests.transfer.rigs import (
     POISON,
     SCRATCH,
     SEAL,
+    TICKET,
     Rig,
     join,
     pages,
@@ -76,6 +77,7 @@ class Sender:
                 local=local,
                 remote=pages(theirs, UNIT),
                 notification=note,
+                ticket=TICKET,
                 within_s=5.0,
             )
         )

@@ -19,7 +19,18 @@ from ess.transfer.transports.channel import Channel, Kind
 from ess.transfer.transports.streams import STRANGERS_MAX
 from ess.transfer.transports.tcp import TcpTransport
 from tests.support.manual_clock import ManualClock
-from tests.transfer.rigs import POISON, Rig, heard, identity, join, pages, pump, rigged, write
+from tests.transfer.rigs import (
+    POISON,
+    TICKET,
+    Rig,
+    heard,
+    identity,
+    join,
+    pages,
+    pump,
+    rigged,
+    write,
+)
 
 
 @pytest.fixture
@@ -41,10 +52,10 @@ def works(sender, receiver) -> bool:
     return Completed(handle) in pump([sender, receiver], heard(0, Completed))[0]
 
 
-def frame(kind: int, *, runs=b"", note=b"", transfer=1, ticket=0, size=0) -> bytes:
+def frame(kind: int, *, runs=b"", note=b"", transfer=1, size=0) -> bytes:
     head = struct.pack(
         *("<2sBBIIIQQQ", b"EX", kind, 0, len(runs) // 24, len(note)),
-        *(zlib.crc32(runs + note), transfer, ticket, size),
+        *(zlib.crc32(runs + note), transfer, TICKET, size),
     )
     return head + struct.pack("<I", zlib.crc32(head)) + runs + note
 

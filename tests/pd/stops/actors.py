@@ -96,7 +96,7 @@ class Worker(Stepped):
             "departures": len(self.port.sender),
             "orphans": [*self.port.sender._orphans._targets],
             "releases": [*self.port._released],
-            "tickets": transport._tickets - {0},
+            "tickets": set(transport._tickets),
             "transfers": [*transport._underway._open],
             **{name: [*getattr(handoffs, name)] for name in tables},
         }
