@@ -141,9 +141,9 @@ def lead(launch: Launch, group: Group, endpoints: list[str]) -> None:
 
 def follow(launch: Launch, group: Group) -> None:
     loaded = load(launch, rank_of(launch), group.team, RealClock())
+    stay_with_lead()
     follower = Follower(loaded.stage, group, loaded.hello)
     keep_objects()
-    stay_with_lead()
     follower.run()
     if loaded.port is not None:
         loaded.port.close()
@@ -155,9 +155,9 @@ def assist(launch: Launch, group: Group) -> None:
     rank = rank_of(launch)
     model, whole = load_weights(launch, rank, group.team)
     layout = whole.part(*rank.layers[rank.rank // rank.team])
+    stay_with_lead()
     member = TeamMember(model, ops(launch.config.backend), layout, group, rank.team_kind)
     keep_objects()
-    stay_with_lead()
     member.run()
 
 

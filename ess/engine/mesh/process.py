@@ -127,6 +127,8 @@ def made_engine(launch: Launch, group: Group) -> tuple[MeshEngine, Port | None]:
     offload = part_offload(launch, part, whole, common)
     if rank.team == 1:
         pack_weights(model, part, ops(launch.config.backend))
+    if group.rank:
+        stay_with_lead()
     greet(group, facts(launch))
     settings, tokenizer = replace(launch.config, budget_every=0), Tokenizer(launch.model)
     if group.rank:
@@ -156,7 +158,6 @@ def lead(launch: Launch, group: Group, endpoints: list[str]) -> None:
 def follow(launch: Launch, group: Group) -> None:
     engine, _ = made_engine(launch, group)
     keep_objects()
-    stay_with_lead()
     Follower(engine).run()
     engine.offload.close()
 

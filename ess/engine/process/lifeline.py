@@ -45,7 +45,8 @@ def leave_signals_to_parent() -> None:
 def stay_with_lead() -> None:
     """A process on another machine than the lead is told by LEAVE that its node is to end. Until
     here that has ended it, since it may wait for a lead that never comes. From here on requests
-    may need it until the lead ends, and its parent waits for that."""
+    may need it until the lead ends, and its parent waits for that. It is called before the lead is
+    told that this process has loaded, as the lead takes requests from then on."""
     signal.signal(LEAVE, signal.SIG_IGN)
 
 
