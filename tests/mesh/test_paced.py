@@ -40,7 +40,7 @@ def test_no_more_enter_than_the_target_allows_by_the_clock_of_rank_0():
     """There 20 ms and two times 10 are within 45; to the others one request takes too long. Some
     leave, and one gives up its place."""
 
-    def act(lead: Lead) -> tuple[int, list[Request]]:
+    def act(lead: Lead) -> tuple[list[int], list[Request]]:
         made = [add(lead, 1, 40) for _ in range(6)]
         counts = [lead.step().turn_count for _ in range(9)]
         lead.cancel(made[0])
