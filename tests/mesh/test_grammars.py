@@ -112,7 +112,7 @@ def test_a_grammar_that_fails_midway_ends_its_request_on_all_ranks(monkeypatch):
 
 def test_a_refusal_of_rank_0_comes_before_the_others_hear_of_the_request(monkeypatch):
     def act(lead: Engine) -> list[int]:
-        with pytest.raises(Unavailable, match="need the package llguidance"):
+        with pytest.raises(Unavailable, match="need llguidance, which is not installed"):
             lead.add([1, 2], Sampling(grammar=LETTERS))
         made = lead.add(prompt(40), Sampling(tokens_max=5))
         ended(lead)
