@@ -62,9 +62,14 @@ def test_only_who_has_the_secret_is_met():
 
 def test_whatever_goes_wrong_a_meeting_is_tried_again(monkeypatch: pytest.MonkeyPatch):
     """A host's name is looked up in a thread, and the system may have none left."""
-    failures: list[Exception] = [RuntimeError("can't start new thread"), OSError("gone")]
+    failures: list[Exception] = [
+        RuntimeError("can't start new thread"),
+        OSError(113, "No route to host"),
+    ]
+    said: list[str] = []
 
     async def post(*asked: object) -> bytes:
+        said.extend(line["why"] for line in tables[0].lines())
         if failures:
             raise failures.pop(0)
         return b"theirs"
@@ -80,10 +85,11 @@ def test_whatever_goes_wrong_a_meeting_is_tried_again(monkeypatch: pytest.Monkey
 
     engine = SimpleNamespace(until_ready=until_ready, until_lost=until_lost)
     link = SimpleNamespace(engine=engine, meet=meet)
+    named = read_peers("127.0.0.1:9")
+    tables = [Peers(named, link, ManualClock())]  # type: ignore[arg-type]
 
     async def act() -> None:
-        named = read_peers("127.0.0.1:9")
-        met = Peers(named, link, ManualClock())  # type: ignore[arg-type]
+        (met,) = tables
         running = asyncio.ensure_future(met.run())
         while met.missing:
             assert not running.done(), "no peer is met any more"
@@ -93,6 +99,7 @@ def test_whatever_goes_wrong_a_meeting_is_tried_again(monkeypatch: pytest.Monkey
     monkeypatch.setattr(peers, "post", post)
     monkeypatch.setattr(peers, "MEET_EVERY_S", 0.0)
     asyncio.run(asyncio.wait_for(act(), 30.0))
+    assert said[:3] == [peers.NOT_YET, "can't start new thread", "No route to host"]
 
 
 @pytest.mark.parametrize("is_late", [False, True])

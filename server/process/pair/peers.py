@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from ess.clock import Clock
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput, Unavailable, reason_of
 from ess.server.process.link import EngineLink
 from ess.server.process.pair.addresses import Address, NamedWorker, read_address
 from ess.transfer.members import METADATA_BYTES_MAX
@@ -122,7 +122,7 @@ class Peers:
             if peer.misses >= MISSES_MAX or not peer.is_up:
                 peer.missed(f"it has not answered within {MEET_S:g} s", self._clock.now_s())
         except Exception as error:
-            peer.missed(str(error) or type(error).__name__, self._clock.now_s())
+            peer.missed(reason_of(error), self._clock.now_s())
         else:
             peer.met(met.epoch, self._clock.now_s())
 
