@@ -14,6 +14,7 @@ GAP: Final = "  "
 COLUMNS: Final = {"benchmark": 43, "value": 20, "baseline": 28, "ratio": 8, "target": 13}
 LEFT: Final = ("benchmark", "baseline")
 CONFIG_LINES_MAX: Final = 2
+COUNTS: Final = ("chunks", "compute threads", "pairs", "requests", "rows", "tokens")
 
 
 def heading() -> list[str]:
@@ -26,7 +27,15 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     ratio = "" if row["ratio"] is None else f"x{short(row['ratio'], digits=3)}"
     verdict = "met" if row["met"] else "MISSED"
     target = "" if row["target"] is None else f"x{short(row['target'], digits=3)} {verdict}"
-    return [row["name"], f"{short(row['value'])} {row['unit']}", baseline, ratio, target]
+    return [row["name"], _amount(row["value"], row["unit"]), baseline, ratio, target]
+
+
+def _amount(value: float, unit: str) -> str:
+    """
+    >>> _amount(1, "compute threads"), _amount(2, "compute threads"), _amount(1, "of rows asked")
+    ('1 compute thread', '2 compute threads', '1 of rows asked')
+    """
+    return f"{short(value)} {unit[:-1] if value == 1 and unit in COUNTS else unit}"
 
 
 def lines(row: Mapping[str, Any]) -> list[str]:
