@@ -137,6 +137,13 @@ def test_a_search_begins_with_the_default_and_balances_the_layers():
         search(known(), layout, default, 0, chunk_max=4096)
 
 
+def test_settings_with_the_same_chunks_are_tried_once():
+    """No chunk is below 64, so with a first one of 64 dynamic sizes are static."""
+    default = Setting(first=64, smoothing=0.0, layers=HALVES)
+    tried = search(known(), ModelLayout.embedded(), default, 2048, chunk_max=64)
+    assert [each.setting for each in tried] == [default, replace(default, layers=((0, 4), (4, 6)))]
+
+
 def test_flags_are_those_of_ess_prefill():
     dynamic = Setting(first=768, smoothing=0.85, layers=((0, 4), (4, 6)))
     assert dynamic.flags() == [

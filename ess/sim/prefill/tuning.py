@@ -95,7 +95,8 @@ def search(
     model: Model, layout: ModelLayout, default: Setting, prompt: int, *, chunk_max: int
 ) -> list[Forecast]:
     """The default, then the settings tried, best first: static and dynamic, with the default's
-    layers and with those that the measured costs suggest."""
+    layers and with those that the measured costs suggest. Settings that run the same chunks in the
+    same layers are one."""
     if prompt < PAGE_ROWS:
         raise BadInput(f"a prompt of {prompt} tokens: nothing to tune below {PAGE_ROWS}")
     stages = len(default.layers)
@@ -108,8 +109,10 @@ def search(
     ]
     best_s = min(each.first_token_s for each in forecasts)
     forecasts.sort(key=lambda each: _rank(each, best_s))
-    others = [each for each in forecasts if each.setting != default]
-    return [forecast(model, default, prompt), *others]
+    tried: dict[tuple[Layers, tuple[int, ...]], Forecast] = {}
+    for each in (forecast(model, default, prompt), *forecasts):
+        tried.setdefault((each.setting.layers, each.setting.sizes(model.time, prompt)), each)
+    return list(tried.values())
 
 
 def _rank(each: Forecast, best_s: float) -> tuple[int, float]:
