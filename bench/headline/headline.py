@@ -48,11 +48,11 @@ class GpuFlags:
     model: str = "deepseek-v3.2"
     "The model of the predicted half: deepseek-v3.2, glm-5 or glm-5.2."
     gpu: str = "h200"
-    "The GPU of the predicted half: h100, h200, b200, h800 or h20."
+    "The GPU of the predicted half: h100, h200, b200, gb200, h800 or h20."
     gpus: Whole = 32
     "GPUs that share the experts."
-    node_ram: str = "2TiB"
-    "Host memory of a node of 8 GPUs in the predicted half."
+    node_ram: str | None = None
+    "Host memory of a node in the predicted half: by default 2TiB for 8 GPUs, 960GB for 4 of gb200."
     accepted: float | None = None
     "Tokens accepted per step in the predicted half; by default 70 % of each draft in turn."
 
@@ -62,7 +62,7 @@ class GpuFlags:
             "model": self.model,
             "gpu": self.gpu,
             "gpus": self.gpus,
-            "node_bytes": parse_size(self.node_ram, "--node-ram"),
+            "node_bytes": self.node_ram and parse_size(self.node_ram, "--node-ram"),
             "accepted": self.accepted,
         }
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from ess.bench.harness.report import Row
 from ess.sim.planning.batches import Point
-from ess.sim.planning.node import NORMAL_HOST_BYTES
 from ess.sim.timeline import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadlineRun:
-    """`predicted` are the contexts of the predicted half, by default those of the measured one."""
+    """`predicted` are the contexts of the predicted half, by default those of the measured one;
+    `node_bytes` is host memory of a node in it, by default what the GPU's node has."""
 
     contexts: Sequence[int]
     predicted: Sequence[int] = ()
@@ -26,7 +26,7 @@ class HeadlineRun:
     model: str = "deepseek-v3.2"
     gpu: str = "h200"
     gpus: int = 32
-    node_bytes: int = NORMAL_HOST_BYTES
+    node_bytes: int | None = None
     accepted: float | None = None
     seconds: float = 120.0
 

@@ -21,7 +21,7 @@ from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import Band
 from ess.sim.planning.batches import Point
 from ess.sim.planning.deployment import OUTPUT_TOKENS, Work
-from ess.sim.planning.node import Node
+from ess.sim.planning.node import Node, node_of
 from ess.sim.planning.planner import Planner
 from ess.sim.planning.planners import planner_of
 from ess.sim.planning.ways import best_way
@@ -68,7 +68,8 @@ def _work(context: int) -> Work:
 
 
 def _node(plan: HeadlineRun) -> Node:
-    return Node(host_bytes=plan.node_bytes)
+    node = node_of(plan.gpu)
+    return node if plan.node_bytes is None else replace(node, host_bytes=plan.node_bytes)
 
 
 def _planner(plan: HeadlineRun, context: int, mtp: int) -> Planner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ess.sim.operators.parallel import NODE_GPUS
+from ess.sim.operators.silicon.chip import chip_of
 from ess.sim.published.serving import Serving
 
 
@@ -46,5 +46,6 @@ class Outcome:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the GPUs are in several nodes."""
-        return self.row.parallel.stage_gpus > NODE_GPUS
+        """Whether a network joins the GPUs, not NVLink alone."""
+        machine = chip_of(self.row["gpu"]).machine
+        return machine.groups_linked(self.row.parallel.stage_gpus) > 1

@@ -24,7 +24,7 @@ from ess.sim.planning.bands import EXACT, inverse, joined, miss_marks, moved
 from ess.sim.planning.batches import Point
 from ess.sim.planning.deployment import Deployment, Prefilling, Work, compared, gain_band
 from ess.sim.planning.fleet import FleetGoal, fewest, late_wait_s, smallest_tier
-from ess.sim.planning.fleets import fleets
+from ess.sim.planning.fleets import _sizes, fleets
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
 from ess.sim.planning.planners import planner_of
@@ -244,6 +244,15 @@ def test_groups_whose_first_step_comes_too_late_are_passed_over(planner: Planner
     assert 0.79 < first_s <= 0.82
     with pytest.raises(BadInput, match=r"a first token within 0\.79 s is out of reach"):
         search(wanted=FleetGoal(rate=2.0, ttft_s=0.79))
+
+
+def test_a_whole_rack_may_decode_as_one_group():
+    tried = {
+        gpu: {sized.ask.gpu_count for sized in _sizes(planner_of(Ask(context=8192), gpu, Node()))}
+        for gpu in ("b200", "gb200")
+    }
+    assert tried["gb200"] - tried["b200"] == {72}
+    assert tried["b200"] <= tried["gb200"]
 
 
 def test_the_fewest_gpus_and_their_first_token_have_ends(planner: Planner):

@@ -401,6 +401,34 @@ def test_a_node_shares_its_memory_and_the_link_between_sockets():
         Node(nic_rate=0.0)
 
 
+def test_a_gpu_comes_in_its_own_node(capsys: pytest.CaptureFixture[str]):
+    """Four GB200 share the memory of two Grace CPUs; a figure that is given replaces that alone."""
+    assert main(["plan", "--gpu", "gb200", "--dram-rate", "500", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    node = told["question"]["node"]
+    assert (node["gpu_count"], node["host_bytes"]) == (4, 960 * 10**9)
+    assert (node["dram_rate"], node["nic_rate"]) == (500e3, 200e3)
+    assert told["question"]["ask"]["host_bytes"] == 8 * 960 * 10**9
+    assert 4 * told["chosen"]["host_bytes"] <= 960 * 10**9 < 4.2 * told["chosen"]["host_bytes"]
+    assert "Grace" in told["sources"]["host memory"]
+    assert [mark for mark in told["marks"] if mark.startswith("GB200")]
+
+
+def test_another_gpu_is_planned_in_its_own_node():
+    ask = Ask(context=65_536, host_bytes=Node().host_bytes_of(32))
+    others = dict(changes.changes(Setup(ask=ask, node=Node(), gpu="h200")))
+    rack = others["--gpu gb200, in its node"]
+    assert (rack.node.gpu_count, rack.ask.host_bytes) == (4, 8 * 960 * 10**9)
+    assert others["--gpu b200"].node == Node()
+    own = dict(changes.changes(replace(rack, ask=replace(rack.ask, host_bytes=1 << 40))))
+    assert own["--gpu h200, in its node"].ask.host_bytes == 1 << 40, "as --ram says"
+    assert not [name for name in own if "DDR4" in name or "PCIe" in name]
+    given = changes.changes(Setup(ask=ask, node=Node(dram_rate=1e5), gpu="h200"))
+    assert [name for name, _ in given if "gpu " in name] == [
+        f"--gpu {gpu}" for gpu in ("h100", "b200", "h800", "h20")
+    ]
+
+
 def test_counts_are_not_rounded(capsys: pytest.CaptureFixture[str]):
     for command in (["plan"], ["sim", "--rate", "1"]):
         assert main([*command, "--gpus", "32.5"]) == 2

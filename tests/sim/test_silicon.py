@@ -243,6 +243,36 @@ def test_two_gpus_on_a_nic_wait_twice_as_long_for_its_bytes():
     assert slow_us - fast_us == pytest.approx(512 * 7168 * 2 / 8 / host.NIC_RATE)
 
 
+def test_gpus_of_a_rack_exchange_over_its_nvlink():
+    """As TensorRT-LLM's exchange grows on GB200, in the package: dispatch in fp8 and combine of 768
+    tokens, microseconds by GPUs. Two racks wait for the network, as two nodes do."""
+    measured_us = {8: 246.2, 16: 261.8, 32: 278.8, 64: 286.9}
+    operators = silicon_of("gb200", family="deepseek-v3")
+
+    def way(gpus: int) -> tuple[float, float]:
+        parallel = replace(Parallel.wide(gpus), is_sending=True)
+        shape = MicroBatch(request_count=768, queries_each=1, context=4096, parallel=parallel)
+        stages = operators.stages(shape, Kind(is_dense=False, has_indexer=False))
+        return stages.send + stages.join, stages.dispatch + stages.combine
+
+    least_us, _ = way(8)
+    for gpus, us in measured_us.items():
+        busy_us, waits_us = way(gpus)
+        assert busy_us / least_us == pytest.approx(us / measured_us[8], rel=0.04)
+        assert waits_us == 0
+    assert way(72)[1] == 0 < way(128)[1]
+    marks = [
+        simulate(operators, Scenario(batch=8, queries_each=1, context=4096, parallel=way)).marks
+        for way in (NODE, Parallel.wide(48), Parallel.wide(128))
+    ]
+    said = ["more than 8 GPUs on one NVLink", "between racks of GB200"]
+    assert [[text in " ".join(each) for text in said] for each in marks] == [
+        [False, False],
+        [True, False],
+        [False, True],
+    ]
+
+
 def test_few_tokens_compute_a_whole_tile_where_operations_are_scarce():
     """From 1 to 64 tokens the dense MLP of an H20 takes what 64 tokens compute, no less."""
     operators = silicon_of("h20", family="deepseek-v3")
@@ -301,7 +331,7 @@ def test_prompts_between_steps_hold_them_up_and_prompts_within_do_so_less():
 
 
 def test_what_was_not_measured_is_refused_with_what_was():
-    with pytest.raises(BadInput, match="'a100'; there are h100, h200, b200, h800, h20"):
+    with pytest.raises(BadInput, match="'a100'; there are h100, h200, b200, gb200, h800, h20"):
         silicon_of("a100", family="deepseek-v3.2")
     with pytest.raises(BadInput, match=r"'llama'; there are deepseek-v3\.2, deepseek-v3"):
         silicon_of("h200", family="llama")

@@ -21,7 +21,6 @@ The first layers are dense: their MLP is a roofline, as there is no table.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -29,7 +28,7 @@ from typing import Any, Final
 from ess.errors import BadInput
 from ess.sim.operators.derive import DERIVATIONS
 from ess.sim.operators.families import Family, Kind, family_of
-from ess.sim.operators.parallel import NODE_GPUS, Parallel
+from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.silicon.bank import shipped_bank
 from ess.sim.operators.silicon.stacks import SGLANG
 from ess.sim.operators.stages import Machine, MicroBatch, Stages, Trust
@@ -140,7 +139,7 @@ class PaperOperators:
         attend_us = tokens * FLOP_PER_QUERY / self.machine.sparse_rate
         scale = self.fitted.compute_scale
         project_us = scale * self._module_us(tokens) - pre_us - attend_us - output_us
-        nodes = math.ceil(shape.parallel.gpu_count / NODE_GPUS)
+        nodes = self.machine.groups_linked(shape.parallel.gpu_count)
         way = nearest(self.tables.exchange, nodes)
         return Stages(
             project=max(0.0, project_us),

@@ -7,7 +7,8 @@ from typing import Final
 
 from ess.errors import BadInput
 
-NODE_GPUS: Final = 8
+GATHERING_GPUS: Final = 8
+"""Frameworks gather the tokens of at most this many GPUs on all of them; more GPUs send theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +17,7 @@ class Parallel:
     (TP), layers in stages (PP). Within a stage the same GPUs do attention and experts.
 
     `is_sending`: tokens go to the GPUs of their experts (DeepEP), instead of being gathered on all.
-    By default stages of more than a node send and smaller ones gather, as the frameworks do.
+    By default stages of more than 8 GPUs send and smaller ones gather, as the frameworks do.
 
     >>> Parallel.wide(32).gpu_count, Parallel(attention_tp=8, expert_tp=8, pp=2).gpu_count
     (32, 16)
@@ -63,8 +64,12 @@ class Parallel:
 
     @property
     def sends(self) -> bool:
-        beyond = self.stage_gpus > NODE_GPUS
-        return self.can_send and (beyond if self.is_sending is None else self.is_sending)
+        return self.can_send and (self.is_wide if self.is_sending is None else self.is_sending)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether a stage has more GPUs than gather their tokens."""
+        return self.stage_gpus > GATHERING_GPUS
 
     @property
     def stage_gpus(self) -> int:

@@ -6,6 +6,7 @@ publication, `silicon` consists of measured operators.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from ess.sim.operators.parallel import Parallel
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """The properties of a GPU that are not measured: nominal rates, in bytes or FLOP per
-    microsecond, and memory."""
+    microsecond, memory, and how many GPUs share an NVLink: those of a node, or of a rack."""
 
     memory_bytes: int = 151_397_597_184
     hbm_rate: float = 0.8 * 4.8e6
@@ -27,6 +28,15 @@ class Machine:
     launch_us: float = 3.0
     link_rate: float = cost.bytes_per_us(37.0)
     store_rate: float = cost.bytes_per_us(43.0)
+    linked_gpus: int = 8
+
+    def groups_linked(self, gpus: int) -> int:
+        """The fewest groups that share an NVLink; the network joins them.
+
+        >>> [Machine().groups_linked(gpus) for gpus in (1, 8, 9)]
+        [1, 1, 2]
+        """
+        return math.ceil(gpus / self.linked_gpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

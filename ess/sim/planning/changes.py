@@ -15,7 +15,7 @@ from ess.sim.operators.silicon.chip import CHIPS, chip_of
 from ess.sim.planning.answers import Question, over_all_gpus
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.deployment import Comparison
-from ess.sim.planning.node import Node
+from ess.sim.planning.node import Node, node_of
 from ess.sim.planning.planner import Plan, Planner
 from ess.sim.planning.prefilling import prefilling_of
 from ess.sim.planning.ways import GROUPS, best_way
@@ -68,7 +68,20 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
             yield f"--gpus {gpus}{alike}", replace(setup, ask=other)
     for gpu in CHIPS:
         if gpu != setup.gpu and ask.device_bytes is None:
-            yield f"--gpu {gpu}", replace(setup, gpu=gpu)
+            yield from _on(gpu, setup)
+
+
+def _on(gpu: str, setup: Setup) -> Iterator[tuple[str, Setup]]:
+    """Another GPU, in its own node. If that is another node, and the one asked for has figures of
+    its own, it is not known which of them the other node would have: then there is no such plan."""
+    ask, was, node = setup.ask, node_of(setup.gpu), node_of(gpu)
+    if node == was:
+        yield f"--gpu {gpu}", replace(setup, gpu=gpu)
+    elif setup.node == was:
+        is_whole = ask.host_bytes == was.host_bytes_of(ask.gpu_count)
+        host = node.host_bytes_of(ask.gpu_count) if is_whole else ask.host_bytes
+        other = replace(ask, host_bytes=host)
+        yield f"--gpu {gpu}, in its node", Setup(ask=other, node=node, gpu=gpu)
 
 
 def _nodes(setup: Setup) -> Iterator[tuple[str, Setup]]:
@@ -77,10 +90,12 @@ def _nodes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         for name, host in (("half", ask.host_bytes // 2), ("twice", 2 * ask.host_bytes)):
             yield f"host memory: {name}", replace(setup, ask=replace(ask, host_bytes=host))
     link = node.link_rate or chip_of(setup.gpu).machine.link_rate
-    ddr4 = replace(node, dram_rate=DDR4_SHARE * node.dram_rate)
-    yield "host memory: DDR4", replace(setup, node=ddr4)
+    has_pcie = node_of(setup.gpu) == Node()
+    if has_pcie:
+        ddr4 = replace(node, dram_rate=DDR4_SHARE * node.dram_rate)
+        yield "host memory: DDR4", replace(setup, node=ddr4)
     for name, as_pcie, factor in (("half", 4, 0.5), ("twice", 6, 2.0)):
-        same = f", as PCIe {as_pcie}" if node.link_rate is None else ""
+        same = f", as PCIe {as_pcie}" if has_pcie and node.link_rate is None else ""
         other = replace(node, link_rate=factor * link)
         yield f"host link: {name}{same}", replace(setup, node=other)
 

@@ -178,9 +178,9 @@ def _too_small(planner: Planner) -> str:
 
 
 def _sizes(planner: Planner) -> Iterable[Planner]:
-    """Planners for each size of a group; host memory grows with the GPUs."""
-    ask = planner.ask
-    for gpus in dict.fromkeys([ask.gpu_count, *GROUPS]):
+    """Planners for each size of a group, a whole rack's too; host memory grows with the GPUs."""
+    ask, linked = planner.ask, planner.operators.machine.linked_gpus
+    for gpus in dict.fromkeys([ask.gpu_count, *GROUPS, linked]):
         host = None if ask.host_bytes is None else ask.host_bytes * gpus // ask.gpu_count
         for way in ways(gpus):
             if way.pp == 1 and way.attention_tp in (1, 8):

@@ -21,8 +21,8 @@ GIGABYTE_US: Final = 1e3
 """Bytes per microsecond in 1 GB/s."""
 
 NORMAL_HOST_BYTES: Final = 2 << 40
-DRAM_RATE: Final = 0.8 * 614.4 * GIGABYTE_US
-SOCKET_RATE: Final = 0.8 * 192.0 * GIGABYTE_US
+DRAM_RATE: Final = 491.5 * GIGABYTE_US
+SOCKET_RATE: Final = 153.6 * GIGABYTE_US
 NIC_RATE: Final = 8 * 50.0 * GIGABYTE_US
 
 SOURCES: Final[Mapping[str, str]] = MappingProxyType(
@@ -33,6 +33,17 @@ SOURCES: Final[Mapping[str, str]] = MappingProxyType(
         "socket link": "154 GB/s each way: four UPI links at 16 GT/s, four fifths of it",
         "NIC": "400 GB/s a node: eight ConnectX-7 of 400 Gbit/s, as in a DGX H200",
         "NUMA": "local: rows are taken to lie on the socket of their GPU",
+    }
+)
+TRAY_SOURCES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **SOURCES,
+        "host memory": "960 GB a tray: two Grace CPUs of 480 GB, as in a GB200 NVL72",
+        "host link": "140 GB/s a GPU: half of NVLink-C2C's 450 GB/s each way, and of it the share "
+        "that gathers reach on PCIe 5",
+        "node DRAM": "622 GB/s a tray: a GB200 NVL72 has 14 TB/s in 18 trays, four fifths of it",
+        "socket link": "154 GB/s each way: taken as between two Xeons",
+        "NIC": "200 GB/s a tray: four ConnectX-7 of 400 Gbit/s, as in a DGX GB200",
     }
 )
 
@@ -85,3 +96,22 @@ class Node:
             # Half of the rows that the GPUs of one socket fetch lie on the other socket.
             limits["socket link"] = 2 * self.socket_rate / -(-sharing // SOCKETS)
         return limits
+
+
+TRAY: Final = Node(
+    gpu_count=4,
+    host_bytes=960 * 10**9,
+    dram_rate=622.0 * GIGABYTE_US,
+    nic_rate=4 * 50.0 * GIGABYTE_US,
+)
+"""A GB200 NVL72: four GPUs share memory and NICs in a tray; the NVLink of all 72 is the GPU's."""
+
+
+def node_of(gpu: str) -> Node:
+    """The node that a GPU comes in."""
+    return TRAY if gpu == "gb200" else Node()
+
+
+def sources_of(gpu: str) -> Mapping[str, str]:
+    """Where the figures of that node come from."""
+    return TRAY_SOURCES if gpu == "gb200" else SOURCES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ess.sim.operators.parallel import NODE_GPUS, Parallel
+from ess.sim.operators.parallel import Parallel
 from ess.sim.planning.deployment import Prefilling, Work
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import MEMORY_SHARE, RESERVED_BYTES, Planner
@@ -22,8 +22,8 @@ CLEARLY: Final = 1.05
 
 def prefilling_of(planner: Planner) -> Prefilling:
     """Prefill on the smallest group that is possible, unless a larger one is clearly faster for
-    each of its GPUs: beyond a node frameworks send tokens to their experts instead of gathering all
-    tokens on all GPUs."""
+    each of its GPUs: more than 8 send tokens to their experts instead of gathering all tokens on
+    all GPUs."""
     least = least_group(planner)
     tried = [prefilling_in(planner, gpus) for gpus in dict.fromkeys([least, *GROUPS])]
     tried = [each for each in tried if each.group_gpus >= least]
@@ -32,8 +32,8 @@ def prefilling_of(planner: Planner) -> Prefilling:
 
 
 def least_group(planner: Planner) -> int:
-    """The GPUs of the smallest group of whole nodes that holds the weights."""
-    return max(NODE_GPUS, least_gpus(planner))
+    """The GPUs of the smallest group that holds the weights."""
+    return max(GROUPS[0], least_gpus(planner))
 
 
 def prefilling_in(planner: Planner, gpus: int) -> Prefilling:

@@ -4,8 +4,9 @@
 (`none`, with the reason). `use` says how complete the conditions are: E nearly, P with one or two
 guesses, U for a bound only. `seen` says which part of the model was chosen with the row in view: a
 host gap or a host time (taken from it), the share of peak of an H20, its network and tiles (from
-the row's page), that a node gathers tokens, how many experts few tokens touch, how the row was run,
-which draft passes are one graph; or no.
+the row's page), that a node gathers tokens, that a rack is one link, that the tokens of prompts are
+sent, how many experts few tokens touch, how the row was run, which draft passes are one graph; or
+no.
 
 `output` is how many steps a request's answer takes; for a rate, tokens a step. `sends` says that
 tokens were sent to their experts within a node too.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,7 @@ from ess.sim.planning.ask import Ask
 from ess.sim.planning.changes import ChangedPlan, Setup, changed
 from ess.sim.planning.deployment import CACHED_SHARE, OUTPUT_TOKENS, Work
 from ess.sim.planning.fleet import FleetGoal
-from ess.sim.planning.node import GIGABYTE_US, SOURCES, Node, Numa
+from ess.sim.planning.node import GIGABYTE_US, Node, Numa, node_of, sources_of
 from ess.sim.planning.planner import Planner
 from ess.sim.planning.planners import MODEL, planner_of
 from ess.sim.planning.ways import best_way
@@ -44,7 +44,10 @@ class HardwareFlags:
     """The GPUs that decode, and the measurements of them."""
 
     gpu: str = "h200"
-    "A GPU with operator tables, h100, h200 or b200; h800 and h20 by stated ratios of these."
+    (
+        "A GPU with operator tables, h100, h200 or b200; h800 and h20 by stated ratios of these, "
+        "and gb200, a b200 in racks of 72."
+    )
     stack: Stack = SGLANG
     "The framework whose measured kernels a step is made of: sglang, vllm or trtllm."
     gpus: Whole = 32
@@ -70,7 +73,7 @@ class HardwareFlags:
             accepted=self.accepted,
             gpu_count=self.gpus,
             device_bytes=self.device_limit,
-            host_bytes=nodes.host_bytes(self.gpus),
+            host_bytes=nodes.host_bytes(self.gpu, self.gpus),
             parallel=ways.over(self.gpus),
             **more,
         )
@@ -161,38 +164,47 @@ class NodeFlags:
 
     ram: str | None = None
     "Host memory of all nodes together, such as 8TiB, in place of --node-ram."
-    node_ram: str = "2TiB"
-    "Host memory per node for rows; the default is all that a DGX H200 has."
-    node_gpus: Whole = 8
-    "GPUs of a node."
+    node_ram: str | None = None
+    "Host memory per node for rows: by default 2TiB, all that a DGX H200 has, and 960GB for gb200."
+    node_gpus: MaybeWhole = None
+    "GPUs that share this memory: by default 8, and 4 for gb200."
     link_rate: float | None = None
-    "GB/s at which a GPU gathers rows from host memory; by default 39.7, published for PCIe 5."
-    dram_rate: float = 491.5
-    "GB/s of host memory per node: by default four fifths of 16 channels of DDR5-4800."
+    (
+        "GB/s at which a GPU gathers rows from host memory: by default 39.7, published for PCIe 5, "
+        "and 140 for gb200."
+    )
+    dram_rate: float | None = None
+    (
+        "GB/s of host memory per node: by default 491.5, four fifths of 16 channels of DDR5-4800, "
+        "and 622 for gb200."
+    )
     numa: Numa = "local"
     "Rows lie on the socket of their GPU, or interleaved over both."
     socket_rate: float = 153.6
     "GB/s between sockets, each way: by default four fifths of four UPI links at 16 GT/s."
-    nic_rate: float = 400.0
-    "GB/s of network per node, shared by its GPUs: by default eight ports of 400 Gbit/s."
+    nic_rate: float | None = None
+    "GB/s of network per node, shared by its GPUs: by default 400 Gbit/s for each."
 
-    @property
-    def node(self) -> Node:
-        return Node(
-            gpu_count=self.node_gpus,
-            host_bytes=parse_size(self.node_ram, "--node-ram"),
-            link_rate=None if self.link_rate is None else self.link_rate * GIGABYTE_US,
-            dram_rate=self.dram_rate * GIGABYTE_US,
+    def node(self, gpu: str) -> Node:
+        """The node of this GPU, with the figures that were given in place of its own."""
+        given: dict[str, Any] = {"gpu_count": self.node_gpus}
+        if self.node_ram is not None:
+            given["host_bytes"] = parse_size(self.node_ram, "--node-ram")
+        for name in ("link_rate", "dram_rate", "nic_rate"):
+            rate = getattr(self, name)
+            given[name] = None if rate is None else rate * GIGABYTE_US
+        return replace(
+            node_of(gpu),
             numa=self.numa,
             socket_rate=self.socket_rate * GIGABYTE_US,
-            nic_rate=self.nic_rate * GIGABYTE_US,
+            **{name: value for name, value in given.items() if value is not None},
         )
 
-    def host_bytes(self, gpus: int) -> int:
+    def host_bytes(self, gpu: str, gpus: int) -> int:
         """Host bytes for this many GPUs, over all nodes."""
         if self.ram is not None:
             return parse_size(self.ram, "--ram")
-        return self.node.host_bytes_of(max(gpus, 1))
+        return self.node(gpu).host_bytes_of(max(gpus, 1))
 
 
 @Parameter(name="*")
@@ -204,7 +216,8 @@ class WorkerFlags(HardwareFlags):
     "A model that selects rows: deepseek-v3.2, glm-5 or glm-5.2."
 
     def planner(self, context: int, ways: WayFlags, nodes: NodeFlags) -> Planner:
-        setup = Setup(ask=self.asked(context, ways, nodes), node=nodes.node, gpu=self.gpu)
+        node = nodes.node(self.gpu)
+        setup = Setup(ask=self.asked(context, ways, nodes), node=node, gpu=self.gpu)
         return self.planner_for(setup, self.model)
 
 
@@ -246,9 +259,10 @@ def plan(
     ask = _asked(decode, ways or WayFlags(), nodes)
     is_free = ask.parallel is None and ask.batch is None and ask.ratio is None
     cut = cut_of(decode.model, ask, pp_size, pp_layer_partition)
-    question = _question(ask, tiers, nodes.node, is_searched=is_free)
+    node = nodes.node(decode.gpu)
+    question = _question(ask, tiers, node, is_searched=is_free)
     planner_for = partial(decode.planner_for, model=decode.model)
-    setup = Setup(ask=ask, node=nodes.node, gpu=decode.gpu)
+    setup = Setup(ask=ask, node=node, gpu=decode.gpu)
     with console.patience("ess: searching batches, slots and ways to share the model ..."):
         planner = planner_for(setup)
         if is_free:
@@ -293,7 +307,7 @@ def _fit(
         gpu=decode.gpu,
         gpus=decode.gpus,
         room_bytes=decode.device_limit,
-        host_bytes=nodes.host_bytes(decode.gpus),
+        host_bytes=nodes.host_bytes(decode.gpu, decode.gpus),
     )
 
 
@@ -333,7 +347,7 @@ def _document(
         "question": asked,
         **whole.pop("plan"),
         **whole,
-        "sources": dict(SOURCES),
+        "sources": dict(sources_of(asked["gpu"])),
         **{name: msgspec.to_builtins(part) for name, part in parts.items() if part is not None},
     }
 

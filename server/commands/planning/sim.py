@@ -147,12 +147,14 @@ def sim(
     requests, nodes = requests or RequestFlags(), nodes or NodeFlags()
     arrivals = requests.arrivals()
     longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals)
-    planner = (worker or WorkerFlags()).planner(longest, ways or WayFlags(), nodes)
+    worker = worker or WorkerFlags()
+    planner = worker.planner(longest, ways or WayFlags(), nodes)
     wanted = (serving or ServingFlags()).serving(seed=requests.seed)
     with console.patience(
         f"ess: replaying {len(arrivals):,} requests, both ways and their bands ..."
     ):
-        served, replays = serve(planner, arrivals, wanted, node=nodes.node, sustained=sustained)
+        node = nodes.node(worker.gpu)
+        served, replays = serve(planner, arrivals, wanted, node=node, sustained=sustained)
     if html is not None:
         html.write_text(simpage.page(served, replays, wanted), encoding="utf-8")
         console.note(f"written: {html}")

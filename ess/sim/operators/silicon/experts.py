@@ -5,8 +5,13 @@
     gathered    all tokens are on every GPU, by TP attention or a gather; each GPU runs its part of
                 every expert, or its own experts, and the results are added up
 
-Experts beyond a node are spread with redundant copies, as in every published wide deployment, so
-loads are nearly even (the tables' power law 0.6); within a node they are not (1.01).
+Experts of more than 8 GPUs are spread with redundant copies, as in every published wide deployment,
+so loads are nearly even (the tables' power law 0.6); those of fewer are not (1.01).
+
+Exchanges over NVLink were measured on 8 GPUs. In a rack where more share it, more of the bytes
+leave their GPU: (n - 1) / n of them, so 1.125 times as many on 64 GPUs as on 8. TensorRT-LLM's
+exchange on GB200, which the package has for up to 64 GPUs, takes 1.16 to 1.17 times as long there
+at 768 tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from typing import Final, NamedTuple
 
 from ess.errors import BadInput
 from ess.sim.operators.families import Family
-from ess.sim.operators.parallel import NODE_GPUS, Parallel
+from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.silicon.bank import Bank
 from ess.sim.operators.silicon.chip import Chip
 from ess.sim.operators.silicon.choices import choices
@@ -27,6 +32,8 @@ from ess.sim.operators.tables import Curve, nearest
 
 MEASURED_HIDDEN: Final = 7168
 BULK_TOKENS: Final = 1024
+NEAR_MEASURED: Final = 8
+"""The most GPUs on one NVLink whose exchanges were measured."""
 
 SPREAD: Final = "power_law_0.6"
 UNEVEN: Final = "power_law_1.01"
@@ -81,26 +88,27 @@ class Experts:
         return self._gathered(shape.stage_tokens)
 
     def reduced_us(self, tokens: float, gpus: int) -> float:
-        """Time to sum the states of all tokens over the GPUs of a node, and over the network."""
+        """Time to sum the states of all tokens over the GPUs of an NVLink, and over the network."""
         if gpus == 1:
             return 0.0
         moved = tokens * self.family.layout.hidden_dim * STATE_BYTES
-        near = min(gpus, NODE_GPUS)
+        near = min(gpus, NEAR_MEASURED)
         us = self.chip.by_node * self.bank.reduce[(float(_power_above(near)),)].at(moved)
         return us + self._beyond_us(gpus, moved)
 
     def _beyond_us(self, gpus: int, moved: float) -> float:
-        """Time for every node's sum to reach every other; each GPU of a node sends an eighth."""
-        nodes = math.ceil(gpus / NODE_GPUS)
+        """Time for every node's sum to reach every other; each GPU of a node sends its share."""
+        machine = self.chip.machine
+        nodes = machine.groups_linked(gpus)
         if nodes == 1:
             return 0.0
-        rate = NIC_RATE / self.chip.nic_gpus
-        return HOP_US * math.log2(nodes) + 2 * moved / NODE_GPUS * (nodes - 1) / nodes / rate
+        rate, share = NIC_RATE / self.chip.nic_gpus, moved / machine.linked_gpus
+        return HOP_US * math.log2(nodes) + 2 * share * (nodes - 1) / nodes / rate
 
     def _gathered(self, tokens: float) -> ExchangeTime:
         gpus = self.parallel.stage_gpus
         moved = tokens * self.family.layout.hidden_dim * STATE_BYTES
-        near = float(_power_above(min(gpus, NODE_GPUS)))
+        near = float(_power_above(min(gpus, NEAR_MEASURED)))
         dispatch, combine = (
             self.chip.by_node * self.bank.gather[verb, near].at(moved)
             for verb in ("all_gather", "reduce_scatter")
@@ -109,15 +117,16 @@ class Experts:
         return ExchangeTime(beyond_us, beyond_us, dispatch, combine)
 
     def _sent(self, shape: MicroBatch) -> ExchangeTime:
-        """Within a node all of the exchange is its kernels' work, without waiting on a wire.
+        """Over NVLink all of the exchange is its kernels' work, without waiting on a wire.
         Between nodes kernels work as long; the rest of the time is waiting."""
         tokens = shape.sending_tokens
         tables = self.bank.bulk if _is_bulk(shape) else self.bank.exchange
-        nodes = math.ceil(self.parallel.stage_gpus / NODE_GPUS)
+        nodes = self.chip.machine.groups_linked(self.parallel.stage_gpus)
         wide = self.family.layout.hidden_dim / MEASURED_HIDDEN
         send, join = (wide * curve.at(tokens) for curve in tables[1])
         if nodes == 1:
-            return ExchangeTime(0.0, 0.0, self.chip.by_node * send, self.chip.by_node * join)
+            near = self.chip.by_node * _leaving(self.parallel.stage_gpus)
+            return ExchangeTime(0.0, 0.0, near * send, near * join)
         dispatch, combine = (
             wide * self._linked_us(curve, tokens) for curve in nearest(tables, nodes)
         )
@@ -145,7 +154,7 @@ class Experts:
     @property
     def loads(self) -> str:
         """How tokens fall on the GPUs that have whole experts."""
-        return self.balance or (UNEVEN if self.parallel.stage_gpus <= NODE_GPUS else SPREAD)
+        return self.balance or (SPREAD if self.parallel.is_wide else UNEVEN)
 
     def _fused_us(self, tokens: float) -> float:
         parallel, model = self.parallel, _width(self.family)
@@ -168,6 +177,15 @@ def _width(family: Family) -> str:
 def _is_bulk(shape: MicroBatch) -> bool:
     """Whether prompts' exchange is used: with prompts, or too many tokens for decode's."""
     return bool(shape.prompt_tokens) or shape.sending_tokens > BULK_TOKENS
+
+
+def _leaving(gpus: int) -> float:
+    """The bytes that leave their GPU, over those on as many GPUs as were measured.
+
+    >>> _leaving(4), _leaving(8), _leaving(64)
+    (1.0, 1.0, 1.125)
+    """
+    return (1 - 1 / max(gpus, NEAR_MEASURED)) / (1 - 1 / NEAR_MEASURED)
 
 
 def _power_above(count: int) -> int:

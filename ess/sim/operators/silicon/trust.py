@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 from ess.sim.operators.families import Family
-from ess.sim.operators.parallel import NODE_GPUS
 from ess.sim.operators.silicon.attention import MEASURED_CONTEXT, MEASURED_TOKENS, QUERIES
 from ess.sim.operators.silicon.bank import SHARING_MODEL
 from ess.sim.operators.silicon.chip import Chip
-from ess.sim.operators.silicon.experts import MEASURED_HIDDEN
+from ess.sim.operators.silicon.experts import MEASURED_HIDDEN, NEAR_MEASURED
 from ess.sim.operators.silicon.stacks import SGLANG, own_names
 from ess.sim.operators.stages import MicroBatch, Trust
 from ess.units import counted
@@ -77,7 +75,7 @@ def _family_marks(family: Family, shape: MicroBatch, *, has_module: bool) -> lis
 
 def _shape_marks(chip: Chip, shape: MicroBatch) -> list[str]:
     parallel, marks = shape.parallel, []
-    nodes = math.ceil(parallel.stage_gpus / NODE_GPUS)
+    nodes = chip.machine.groups_linked(parallel.stage_gpus)
     if shape.context > MEASURED_CONTEXT:
         marks.append(
             f"attention at {shape.context:,} tokens: measured up to {MEASURED_CONTEXT:,}, and "
@@ -92,8 +90,14 @@ def _shape_marks(chip: Chip, shape: MicroBatch) -> list[str]:
         marks.append(
             f"the exchange over {nodes} nodes: taken as over {NODES_MEASURED}, the most measured"
         )
+    if nodes == 1 and parallel.stage_gpus > NEAR_MEASURED:
+        marks.append(
+            f"exchanges of more than {NEAR_MEASURED} GPUs on one NVLink: those of {NEAR_MEASURED} "
+            "stand in, scaled by the bytes that leave a GPU"
+        )
     if nodes > 1 and chip.base == "b200":
-        marks.append("the exchange between nodes of B200: an H200's times stand in")
+        where = "nodes of B200" if chip.machine.linked_gpus == NEAR_MEASURED else "racks of GB200"
+        marks.append(f"the exchange between {where}: an H200's times stand in")
     if parallel.expert_ep > RANKS_MEASURED:
         marks.append(
             f"experts over {parallel.expert_ep} GPUs: taken as over {RANKS_MEASURED}, the most "
