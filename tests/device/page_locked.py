@@ -88,8 +88,8 @@ def of_pages_that_go(latent, pages):
     say(reads=parts(latent, pages))
 
 
-def of_a_disk_that_loads(shelf, _, pages, __):
-    say(writes=parts(shelf._latent, pages))
+def of_a_disk_that_loads(shelf, load):
+    say(writes=parts(shelf._latent, load.pages))
 
 
 def of_a_disk_that_has_loaded(shelf, load, _):
