@@ -157,17 +157,24 @@ class Moe:
         self, expert_ranks: ExpertRanks, x: Tensor, routing: Routing, part: Part
     ) -> Tensor:
         """Cut by cut, so that what comes from all ranks at a time stays small."""
-        made, whole, cuts = [], range(self.own_count), expert_ranks.cuts(len(x), part)
+        made, cuts = [], expert_ranks.cuts(len(x), part)
         for cut in cuts:
             tokens = slice(cut.start, None if cut is cuts[-1] else cut.stop)
             chosen = Routing(routing.experts[tokens], routing.weights[tokens])
-            exchange = self._departed(expert_ranks, x[tokens], chosen, cut)
-            exchange.send()
-            inner = self.up(x[tokens], chosen, exchange.arrive())
-            self.down(inner, whole)
-            self.give_back(inner, whole, exchange)
-            made.append(self.collect(inner, chosen, exchange))
+            made.append(self._exchanged(expert_ranks, x[tokens], chosen, cut))
         return made[0] if len(made) == 1 else torch.cat(made)
+
+    def _exchanged(
+        self, expert_ranks: ExpertRanks, x: Tensor, routing: Routing, cut: range
+    ) -> Tensor:
+        """All that came for this cut is dropped here, before the next cut has its own."""
+        whole = range(self.own_count)
+        exchange = self._departed(expert_ranks, x, routing, cut)
+        exchange.send()
+        inner = self.up(x, routing, exchange.arrive())
+        self.down(inner, whole)
+        self.give_back(inner, whole, exchange)
+        return self.collect(inner, routing, exchange)
 
     @property
     def is_divided(self) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from ess.comm.experts.sizes import WORD_BYTES, WORDS
 from ess.layout import SCALE_GROUP
 from ess.models.config import ModelConfig
 from ess.units import div_ceil
@@ -30,6 +31,9 @@ STEP_LISTS: Final = 5
 """The same of a step: hits, rows in place, the two lists joined, and the joined list packed."""
 PIECE: Final = 16
 """Bytes of a piece of a list that attention has cut."""
+PAIRED: Final = 4
+"""Numbers, in 64 bits, of a pair of a token and an expert that ranks exchange: the token's line, the
+expert's place, the pair's place among those that are sorted, and one of these again."""
 TURNING: Final = 3
 """A part that is turned: two products, and what they make."""
 
@@ -78,6 +82,26 @@ class LayerBytes:
         coded = depth + F32 * (depth // SCALE_GROUP + 1) + spare
         plain = (width + depth * (not is_converted)) * self.value_bytes
         return max(plain, coded) + width * F32
+
+    @property
+    def waiting(self) -> int:
+        """Bytes beside an exchange of ranks: what is there behind attention, and a sum."""
+        return self._behind + self.config.hidden_dim * F32
+
+    def exchanged(self, rank_count: int) -> int:
+        """Of ranks that divide the experts: lines as made, as sent and as they come from all ranks;
+        for each expert of theirs, whether it is here or not, the lines of `_expert_lines`, and sums
+        that go back and come. A step keeps all of it beside its shared experts."""
+        if rank_count == 1:
+            return 0
+        c, outer = self.config, self.config.hidden_dim * self.value_bytes
+        pair_count = rank_count * c.experts_per_token
+        told = WORDS * WORD_BYTES * c.experts_per_token
+        sent = outer + (1 + rank_count) * (outer + told)
+        before, after = self._expert_lines
+        back = pair_count * after + 2 * rank_count * outer + c.hidden_dim * F32
+        back += self._block(c.shared_width, c.shared_limit) * self.is_step
+        return sent + max(pair_count * before, back) + pair_count * PAIRED * LONG
 
     # ---- up to attention
 
@@ -195,13 +219,18 @@ class LayerBytes:
         )
 
     @property
+    def _expert_lines(self) -> tuple[int, int]:
+        """For each expert of a token: its input and its gates, or the gates and their product;
+        later the product and the expert's result, which are summed."""
+        c = self.config
+        before = max(c.hidden_dim + 2 * c.expert_dim, 3 * c.expert_dim)
+        return before * self.value_bytes, (c.hidden_dim + c.expert_dim) * self.value_bytes
+
+    @property
     def _routed(self) -> int:
-        """Lines for each expert of a token: its input and its gates, the gates and their product,
-        or the product and the expert's result, which are summed."""
         c, count = self.config, self.config.experts_per_token
-        line = max(c.hidden_dim + 2 * c.expert_dim, 3 * c.expert_dim) * self.value_bytes
-        result = (c.hidden_dim + c.expert_dim) * self.value_bytes
-        return max(count * line, count * result + c.hidden_dim * F32) + count * 3 * LONG
+        before, after = self._expert_lines
+        return max(count * before, count * after + c.hidden_dim * F32) + count * 3 * LONG
 
     @property
     def _shared(self) -> int:

@@ -31,10 +31,6 @@ CANDIDATES: Final = 8192
 SCORED: Final = 640
 """Queries of a prompt that are scored at a time. A prompt is cut into equal pieces, so that none is
 as small as the batches that other kernels score, with other roundings."""
-EXCHANGED: Final = 3
-"""Lines that come from all ranks, sums that go to them, and sums that come back."""
-OWN_LINES: Final = 3
-"""Lines of a rank's own tokens, in float32: as made, as sent, and the sum."""
 PIECES: Final = 2
 """Pieces, for each program, of lists that attention cuts so that its programs have equal shares."""
 PROGRAMS_MAX: Final = 192
@@ -62,20 +58,24 @@ def decode_bytes(
     """`value_bytes` are those of a weight that is multiplied; `has_rooms`: a library multiplies the
     experts' lines."""
     moments = decode_moments(
-        config, query_max=query_max, length_max=length_max, value_bytes=value_bytes
+        config,
+        query_max=query_max,
+        length_max=length_max,
+        value_bytes=value_bytes,
+        rank_count=rank_count,
     )
-    rooms = has_rooms * room_bytes(config, query_max, rank_count)
-    exchanged = exchange_bytes(config, query_max, rank_count, value_bytes=value_bytes)
-    return max(moments.values()) + exchanged + rooms
+    return max(moments.values()) + has_rooms * room_bytes(config, query_max, rank_count)
 
 
 def decode_moments(
-    config: ModelConfig, *, query_max: int, length_max: int, value_bytes: int
+    config: ModelConfig, *, query_max: int, length_max: int, value_bytes: int, rank_count: int
 ) -> Mapping[str, int]:
-    """What a step takes at each of its moments."""
+    """What a step takes at each of its moments. In halves one exchanges while the other attends:
+    what the larger moment takes of the whole batch is enough for both."""
     logits, states = config.vocab_size * F32, (config.residual_dim + config.hidden_dim) * F32
     layer = LayerBytes(config=config, value_bytes=value_bytes, is_step=True)
     most = max(layer.most, layer.scored + _score_bytes(length_max))
+    most = max(most, layer.waiting + layer.exchanged(rank_count))
     partials = _partial_bytes(layer, query_max)
     candidates = 2 * CANDIDATES * F32 * (config.vocab_size > CANDIDATES)
     ending = states + layer.product(config.hidden_dim, config.vocab_size)
@@ -118,26 +118,21 @@ def prompt_bytes(
     windows = pack_count * min(tokens, prompt_max * WINDOW_MAX) + min(tokens, WINDOW_MAX)
     kept = rows + windows * layout.group_count * layout.top_k * F32
     cut = min(tokens, CUT_TOKENS)
-    exchanged = exchange_bytes(config, cut, rank_count, value_bytes=value_bytes)
     rooms = has_rooms * room_bytes(config, tokens, rank_count)
     layer = LayerBytes(config=config, value_bytes=value_bytes)
+    exchanged = tokens * layer.waiting + cut * layer.exchanged(rank_count)
     scored = tokens * layer.scored + min(tokens, SCORED) * _score_bytes(length_max)
     # Behind the main layers their states stay for the MTP module's.
     states = tokens * config.residual_dim * F32 * (layout.mtp_layer_count > 0)
-    return kept + states + max(tokens * layer.most, scored) + exchanged + rooms
+    return kept + states + max(tokens * layer.most, scored, exchanged) + rooms
 
 
 def exchange_bytes(
     config: ModelConfig, token_count: int, rank_count: int, *, value_bytes: int
 ) -> int:
-    """Of ranks that divide the experts: tokens of all ranks, a line for each of their experts,
-    whether it is here or not, and the sums that go back."""
-    if rank_count == 1:
-        return 0
-    outer, inner = config.hidden_dim * value_bytes, config.expert_dim * value_bytes
-    lines = config.experts_per_token * (outer + 3 * inner)
-    exchanged = rank_count * (lines + EXCHANGED * outer)
-    return token_count * (exchanged + OWN_LINES * config.hidden_dim * F32)
+    """Of a layer whose experts ranks divide, at its end."""
+    layer = LayerBytes(config=config, value_bytes=value_bytes, is_step=True)
+    return token_count * (layer.waiting + layer.exchanged(rank_count))
 
 
 def room_bytes(config: ModelConfig, token_count: int, rank_count: int) -> int:

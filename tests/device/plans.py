@@ -11,9 +11,15 @@ import contextlib
 from unittest import mock
 
 import pytest
+import torch
 
+from ess.comm.experts.fixed import FixedExpertRanks
+from ess.comm.experts.placement import even
+from ess.comm.team import OneTeam
+from ess.door.device.memory.uploads import Download
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.layer_bytes import BF16, F32
+from ess.engine.ranks.agreement import Alone, Many
 from ess.engine.step_bytes import decode_bytes, prompt_bytes
 from ess.engine.tokens.sampling import Sampling
 from ess.kernels import backend
@@ -45,6 +51,8 @@ RAW = {
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 WIDE = {"num_experts_per_tok": 8, "moe_intermediate_size": 512}
 """With these the experts' lines take the most, else values of heads do."""
+FEW_WORDS = {"vocab_size": 512}
+"""With these no logits take the most."""
 DRAWN = Sampling(
     temperature=0.7,
     top_k=20,
@@ -78,9 +86,41 @@ def launched(alone, monkeypatch):
     backend._ops.cache_clear()
 
 
+class Mirror(OneTeam):
+    """A rank whose only other one does as it does."""
+
+    size = 2
+
+    def all_gather(self, tensor, dim=0, *, sizes=None):
+        return torch.cat((tensor, tensor), dim)
+
+    def start(self, content, given, due):
+        return Mirrored(content, content.clone())
+
+    def spread(self, content):
+        return Mirrored(content, content.repeat(2))
+
+
+class Mirrored:
+    """Keeps both sides' memory, as `WiredParts` does."""
+
+    def __init__(self, content, came):
+        self._content, self._came = content, came
+
+    def wait(self):
+        return self._came
+
+
 @contextlib.contextmanager
-def engine(folder, form, chunk_tokens):
-    model = load_model(folder, form=form, device="cuda")
+def engine(folder, form, chunk_tokens, *, placement=None):
+    expert_ranks, ranks = None, Alone()
+    if placement is not None:
+        home = torch.device("cuda", 0)
+        expert_ranks = FixedExpertRanks(
+            Mirror(), placement, home, lambda there: Download(there).read
+        )
+        ranks = Many(expert_ranks, on_meet=lambda: None)
+    model = load_model(folder, form=form, device="cuda", expert_ranks=expert_ranks)
     layout = model.config.layout()
     offload = opened(
         layout,
@@ -96,8 +136,23 @@ def engine(folder, form, chunk_tokens):
     chosen = EngineConfig(
         modes="da", mtp=MTP, depth=1, chunk_tokens=chunk_tokens, backend="cuda", graphs=0
     )
-    yield Engine(model, offload, chosen)
+    yield Engine(model, offload, chosen, ranks=ranks)
     offload.close()
+
+
+def taken_by(eng):
+    """The most bytes of steps with chunks of prompts, and of those without."""
+    vocabulary, taken = eng.runner.model.config.vocab_size, {"prompts": 0, "steps": 0}
+    with Peak() as peak:
+        for count in PROMPTS:
+            eng.add(tokens(count, vocabulary, seed=count), DRAWN)
+        while not eng.is_idle:
+            peak.begin()
+            made = eng.step()
+            if not (made.chunks and made.turn_count):
+                part = "prompts" if made.chunks else "steps"
+                taken[part] = max(taken[part], peak.most)
+    return taken
 
 
 @pytest.mark.parametrize(
@@ -113,19 +168,24 @@ def engine(folder, form, chunk_tokens):
 def test_a_plan_is_near_to_what_is_taken_and_not_below(form, chunk_tokens, tmp_path):
     write_checkpoint(tmp_path, {**RAW, **FP8, **WIDE} if form == "stored" else RAW)
     sizes = {"length_max": LENGTH, "value_bytes": F32 if form == "f32" else BF16}
-    with engine(tmp_path, form, chunk_tokens) as eng, Peak() as peak:
-        config, layout = eng.runner.model.config, eng.offload.layout
-        for count in PROMPTS:
-            eng.add(tokens(count, VOCABULARY, seed=count), DRAWN)
-        taken = {"prompts": 0, "steps": 0}
-        while not eng.is_idle:
-            peak.begin()
-            made = eng.step()
-            if not (made.chunks and made.turn_count):
-                part = "prompts" if made.chunks else "steps"
-                taken[part] = max(taken[part], peak.most)
+    with engine(tmp_path, form, chunk_tokens) as eng:
+        config, layout, taken = eng.runner.model.config, eng.offload.layout, taken_by(eng)
     prompts = prompt_bytes(config, layout, chunk_tokens=chunk_tokens, prompt_max=2, **sizes)
     with mock.patch("ess.engine.step_bytes.PROGRAMS_MAX", MULTIPROCESSORS):
+        steps = decode_bytes(config, query_max=len(PROMPTS) * MTP, **sizes)
+    assert taken["prompts"] <= prompts <= MOST * taken["prompts"]
+    assert taken["steps"] <= steps <= MOST * taken["steps"]
+
+
+def test_a_plan_of_ranks_is_near_to_what_is_taken_and_not_below(tmp_path):
+    """A chunk is cut in two; what came for the first part is gone when the second one has its own.
+    A plan of steps also has partials of half a batch, beside the other half's exchange."""
+    write_checkpoint(tmp_path, {**RAW, **WIDE, **FEW_WORDS})
+    sizes = {"length_max": LENGTH, "rank_count": 2}
+    with engine(tmp_path, "bf16", 246, placement=even(RAW["n_routed_experts"], 2)) as eng:
+        config, layout, taken = eng.runner.model.config, eng.offload.layout, taken_by(eng)
+    prompts = prompt_bytes(config, layout, chunk_tokens=246, prompt_max=2, **sizes)
+    with mock.patch("ess.engine.step_bytes._partial_bytes", lambda *_: 0):
         steps = decode_bytes(config, query_max=len(PROMPTS) * MTP, **sizes)
     assert taken["prompts"] <= prompts <= MOST * taken["prompts"]
     assert taken["steps"] <= steps <= MOST * taken["steps"]
