@@ -195,6 +195,8 @@ def measure_all(names: Sequence[str], *, smoke: bool, out: Path | None) -> bool:
         compile_kernels(names, limit_s=COMPILE_S)
     for name in names:
         part = None if out is None else out.with_suffix(f".{name}.json")
+        if part is not None:
+            part.unlink(missing_ok=True)  # of a call that was cut off
         kept = [] if part is None else ["--out", str(part)]
         command = [sys.executable, "-m", "ess.bench.gpu.suite", "--only", name, "--brief", *kept]
         finished.append(finishes(command + ["--smoke"] * smoke, limit_s=LIMIT_S[name]))

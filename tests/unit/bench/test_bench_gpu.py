@@ -51,6 +51,17 @@ def test_benchmarks_that_compare_alone_see_libraries_that_are_carried(
     assert suite.load("others", {"others": "carried_library:run"}) is print
 
 
+def test_rows_of_a_call_that_was_cut_off_are_not_taken_for_those_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, earlier = tmp_path / "rows.json", tmp_path / "rows.others.json"
+    earlier.write_text('{"rows": [{"name": "of an earlier call"}]}')
+    monkeypatch.setattr(suite, "finishes", lambda command, limit_s: False)
+    assert not suite.measure_all(["others"], smoke=True, out=out)
+    assert not out.exists()
+    assert not earlier.exists()
+
+
 def test_a_hang_ends_with_its_limit_and_with_all_it_has_started() -> None:
     hangs = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
     began = time.monotonic()
