@@ -32,8 +32,8 @@ STEP_LISTS: Final = 5
 PIECE: Final = 16
 """Bytes of a piece of a list that attention has cut."""
 PAIRED: Final = 4
-"""Numbers, in 64 bits, of a pair of a token and an expert that ranks exchange: the token's line, the
-expert's place, the pair's place among those that are sorted, and one of these again."""
+"""Numbers, in 64 bits, of a pair of a token and an expert that ranks exchange: the token's line,
+the expert's place, the pair's place among those that are sorted, and one of these again."""
 TURNING: Final = 3
 """A part that is turned: two products, and what they make."""
 

@@ -185,7 +185,7 @@ def test_a_plan_of_ranks_is_near_to_what_is_taken_and_not_below(tmp_path):
     with engine(tmp_path, "bf16", 246, placement=even(RAW["n_routed_experts"], 2)) as eng:
         config, layout, taken = eng.runner.model.config, eng.offload.layout, taken_by(eng)
     prompts = prompt_bytes(config, layout, chunk_tokens=246, prompt_max=2, **sizes)
-    with mock.patch("ess.engine.step_bytes._partial_bytes", lambda *_: 0):
+    with mock.patch("ess.engine.step_bytes._partial_bytes", return_value=0):
         steps = decode_bytes(config, query_max=len(PROMPTS) * MTP, **sizes)
     assert taken["prompts"] <= prompts <= MOST * taken["prompts"]
     assert taken["steps"] <= steps <= MOST * taken["steps"]

@@ -440,12 +440,12 @@ H200 = msgspec.structs.replace(
     ("given", "short", "long"),
     [
         ({}, 16, 16),
-        ({"max_running": 64, "chunk_tokens": 8192}, 37, 8),
-        ({"max_running": 128, "chunk_tokens": 8192, "mtp": 4}, 27, 6),
-        ({"max_running": 128}, 43, 9),
+        ({"max_running": 64, "chunk_tokens": 8192}, 38, 8),
+        ({"max_running": 128, "chunk_tokens": 8192, "mtp": 4}, 31, 7),
+        ({"max_running": 128}, 45, 10),
         ({"slot_bytes": "2GiB"}, 8, 8),
         ({"index_bytes": "4GiB", "max_running": 64}, 62, 3),
-        ({"device_bytes": "74%"}, 2, 1),
+        ({"device_bytes": "74%"}, 3, 1),
     ],
 )
 def test_index_keys_leave_room_for_slots(given: dict[str, Any], short: int, long: int):
