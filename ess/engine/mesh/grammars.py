@@ -34,8 +34,8 @@ class ToldMatcher:
     def __init__(self, vocabulary: int, asks: Follows | None = None) -> None:
         self._vocabulary = vocabulary
         self._asks = asks
-        self._told = Masks(0, b"", "")
-        self._output_count = 0
+        self._told: Masks
+        self._output_count: int
 
     @property
     def failure(self) -> str:
