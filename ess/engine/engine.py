@@ -151,7 +151,8 @@ class Engine:
         self._intake.require_own(request)
         if request.state not in ("prefilling", "decoding"):
             raise BadState(f"request {request.number} is {request.state}, not running")
-        self._learn(0)
+        with self._wholly():
+            self._learn(0)
         if request.reason is None:
             self._transitions.preempt(request)
             request.is_held = True
@@ -215,26 +216,28 @@ class Engine:
     def step(self) -> StepResult:
         """After an error in here (memory, a driver, Ctrl-C) the engine and its offload can only be
         closed: a step may be half made. BadState once one is."""
-        depth = self.depth
-        self._learn(depth)
-        self._rebalance()
-        self.pump()
-        for request in self._entry.compiled():
-            self._enter(request)
-        limit = self._flights.limits.batch
-        self._admission.admit(self._open, self._resume, step_count=self.step_count, limit=limit)
-        plan = self._launch()
-        scored = self._prefill(plan.chunks)
-        self._learn(depth if plan.turns else 0)
-        self._refill(plan)
-        self.step_count += 1
-        made, self._made = tuple(self._made), []
-        return StepResult(made, plan.chunks, len(plan.turns), scored)
+        with self._wholly():
+            depth = self.depth
+            self._learn(depth)
+            self._rebalance()
+            self.pump()
+            for request in self._entry.compiled():
+                self._enter(request)
+            limit = self._flights.limits.batch
+            self._admission.admit(self._open, self._resume, step_count=self.step_count, limit=limit)
+            plan = self._launch()
+            scored = self._prefill(plan.chunks)
+            self._learn(depth if plan.turns else 0)
+            self._refill(plan)
+            self.step_count += 1
+            made, self._made = tuple(self._made), []
+            return StepResult(made, plan.chunks, len(plan.turns), scored)
 
     @torch.inference_mode()
     def learn(self) -> None:
         """Waits for the steps under way; the next step returns what they made."""
-        self._learn(0)
+        with self._wholly():
+            self._learn(0)
 
     @torch.inference_mode()
     def stand_by(self, *, leaves: bool = False) -> None:
@@ -323,21 +326,17 @@ class Engine:
         again."""
         while True:
             try:
-                with self._wholly():
-                    return self._flights.launch(self._roster)
+                return self._flights.launch(self._roster)
             except PoolFull as refusal:
                 self._make_room(refusal)
 
     @contextlib.contextmanager
     def _wholly(self) -> Iterator[None]:
-        """Runs a part of a step. An error in it other than PoolFull leaves the step half made: a
-        later one would lose tokens, or repeat them, so there is none."""
+        """For what an error leaves half made: a later step would lose tokens, or repeat them."""
+        if self._is_half_made:
+            raise BadState("a step of this engine failed midway: close the engine and its offload")
         self._is_half_made = True
-        try:
-            yield
-        except PoolFull:
-            self._is_half_made = False
-            raise
+        yield
         self._is_half_made = False
 
     def _refill(self, plan: StepPlan) -> None:
@@ -389,13 +388,10 @@ class Engine:
     def _learn(self, flight_max: int) -> None:
         """Learns the oldest steps until at most `flight_max` are under way. Rows of handoffs move
         while the host waits for a device."""
-        if self._is_half_made:
-            raise BadState("a step of this engine failed midway: close the engine and its offload")
         while len(self._flights) > flight_max:
             self._handoffs.move_until(self._flights.have_landed)
-            with self._wholly():
-                for outcome in self._flights.learn():
-                    self._take(outcome)
+            for outcome in self._flights.learn():
+                self._take(outcome)
 
     def _take(self, outcome: Outcome) -> None:
         request = outcome.feed.request

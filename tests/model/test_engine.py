@@ -139,11 +139,17 @@ def test_requests_join_leave_preempt_and_share_prefixes():
 
 
 @pytest.mark.parametrize(
-    "place", ["step.underway.future.FutureMap.tell", "step.warmth.Warmth.stepped"]
+    "place",
+    [
+        "step.underway.future.FutureMap.tell",
+        "step.warmth.Warmth.stepped",
+        "engine.Engine._prefill",
+    ],
 )
 def test_a_step_that_fails_midway_is_the_last(place, monkeypatch):
-    """It has taken tokens that no later step can give: the engine can only be closed."""
-    eng = engine("v32", mtp=2)
+    """It has taken tokens that no later step can give, or has left more steps under way than any
+    audit allows: the engine can only be closed."""
+    eng = engine("v32", mtp=2, depth=1)
     request = eng.add(prompt(20), Sampling(tokens_max=9))
     while len(request.output) < 3:
         eng.step()
