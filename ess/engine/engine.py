@@ -216,15 +216,16 @@ class Engine:
     def step(self) -> StepResult:
         """After an error in here (memory, a driver, Ctrl-C) the engine and its offload can only be
         closed: a step may be half made. BadState once one is."""
+        depth = self.depth
         with self._wholly():
-            depth = self.depth
             self._learn(depth)
             self._rebalance()
-            self.pump()
-            for request in self._entry.compiled():
-                self._enter(request)
-            limit = self._flights.limits.batch
-            self._admission.admit(self._open, self._resume, step_count=self.step_count, limit=limit)
+        self.pump()
+        for request in self._entry.compiled():
+            self._enter(request)
+        limit = self._flights.limits.batch
+        self._admission.admit(self._open, self._resume, step_count=self.step_count, limit=limit)
+        with self._wholly():
             plan = self._launch()
             scored = self._prefill(plan.chunks)
             self._learn(depth if plan.turns else 0)
@@ -332,7 +333,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _wholly(self) -> Iterator[None]:
-        """For what an error leaves half made: a later step would lose tokens, or repeat them."""
+        """For what an error leaves half made: a later step would lose tokens, or repeat them. An
+        admission that breaks off has changed nothing."""
         if self._is_half_made:
             raise BadState("a step of this engine failed midway: close the engine and its offload")
         self._is_half_made = True
