@@ -333,8 +333,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _wholly(self) -> Iterator[None]:
-        """For what an error leaves half made: a later step would lose tokens, or repeat them. An
-        admission that breaks off has changed nothing."""
+        """Runs a part of a step that an error leaves half made: a later step would lose tokens, or
+        repeat them. Admission runs outside of it: where that breaks off, nothing has changed."""
         if self._is_half_made:
             raise BadState("a step of this engine failed midway: close the engine and its offload")
         self._is_half_made = True
