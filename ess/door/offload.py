@@ -24,6 +24,7 @@ from ess.flashtrans.lanes import open_lane
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
 from ess.pool.device_bytes import check_on_device
+from ess.pool.disk.elsewhere import Elsewhere
 from ess.pool.disk.tier import DiskTier
 from ess.pool.latent import Common
 from ess.pool.ledger import Promise
@@ -75,7 +76,7 @@ class Offload:
         common: Common | None = None,
         evict: PolicyName = "lru",
         placement: MakePlacement | None = None,
-        disk: DiskTier | None = None,
+        disk: DiskTier | Elsewhere | None = None,
     ) -> Offload:
         """Allocates everything it will ever use.
 
@@ -402,11 +403,17 @@ def _check_eviction(evict: str, device: str) -> None:
         raise BadInput(f"evict is 'sieve': on {device} rows give way by lru or score")
 
 
-def _check_disk(disk: DiskTier | None, layout: ModelLayout, common: Common | None) -> None:
-    if not isinstance(disk, DiskTier | None):
+def _check_disk(
+    disk: DiskTier | Elsewhere | None, layout: ModelLayout, common: Common | None
+) -> None:
+    if not isinstance(disk, DiskTier | Elsewhere | None):
         raise BadInput(f"disk is {disk!r:.80}, must be a DiskTier of ess.pool.disk.tier")
-    if disk is not None and common is not None:
-        raise BadInput("disk and common are given: several processes would write to the disk")
+    writes = common is None or common.writes
+    if disk is not None and writes != isinstance(disk, DiskTier):
+        raise BadInput(
+            f"disk is {type(disk).__name__}: a process that writes the host's rows has a DiskTier,"
+            " any other one Elsewhere"
+        )
     if disk is not None and layout.has_states:
         raise BadInput(f"{layout.name!r} keeps states beside its rows: not on a disk yet")
     if disk is not None and disk.page_bytes != layout.host_page_bytes:

@@ -291,7 +291,6 @@ def check_stages(config: ProcessConfig) -> None:
 MESH_LACKS: Final[Mapping[str, str]] = {
     "cp_size": "only prefill workers divide the tokens of a chunk",
     "dp_size": "the experts are divided among whole engines",
-    "prefix_cache_dir": "the stages' parts of a page would come from the disk at different times",
 }
 
 

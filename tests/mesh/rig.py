@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import Queue
 from typing import Literal
 
@@ -25,6 +26,8 @@ from ess.models.load import load_model
 from ess.models.model import Model
 from ess.models.registry import build
 from ess.models.weights.expected.split import HEAD_TENSORS
+from ess.pool.disk.elsewhere import Elsewhere
+from ess.pool.disk.tier import DiskTier
 from ess.prefill.team import heads_of
 from tests.comm.test_local import each
 from tests.ranks.rig import weights
@@ -157,17 +160,28 @@ def part_of(shape: Shape, group: Group) -> Model:
 
 
 def engine(
-    shape: Shape, group: Group, *, port_of=None, tokenizer=None, clock_of=None, **config
+    shape: Shape,
+    group: Group,
+    *,
+    port_of=None,
+    tokenizer=None,
+    clock_of=None,
+    disk: Path | None = None,
+    host_pages: int = 60,
+    **config,
 ) -> MeshEngine:
     """On rank 0 `port_of` makes a port of the offload and of all rows. `clock_of` gives a rank its
-    clock."""
-    made = _made(shape, group, port_of, tokenizer, config)
+    clock. Each stage has a folder of its own in `disk`."""
+    made = _made(shape, group, port_of, tokenizer, (disk, host_pages), config)
     if clock_of is not None:
         clock_of(group.rank).watch(made)
     return made
 
 
-def _made(shape: Shape, group: Group, port_of, tokenizer, config: dict) -> MeshEngine:
+def _made(
+    shape: Shape, group: Group, port_of, tokenizer, host: tuple[Path | None, int], config: dict
+) -> MeshEngine:
+    disk, host_pages = host
     model = part_of(shape, group)
     form = {} if shape.is_box else {"row": "f32", "index": "f32"}
     whole = model.config.layout(**form, has_mtp=shape.mtp > 1)
@@ -177,19 +191,38 @@ def _made(shape: Shape, group: Group, port_of, tokenizer, config: dict) -> MeshE
     offload = Offload.create(
         layout,
         slot_bytes=layout.group_count * layout.chunk_bytes * shape.chunks,
-        host_bytes=60 * layout.host_page_bytes,
+        host_bytes=host_pages * layout.host_page_bytes,
         index_bytes=None if pages is None else pages * layout.index_page_bytes,
         length_max=1024,
         slot_floor=24,
         lane=PatientLane(ManualLane(seed=shape.chunks + group.rank, delay_max=3)),
         common=common,
         poison=True,
+        disk=None if disk is None else _disk(disk, group, layout),
     )
     settings = EngineConfig(**{"mtp": shape.mtp, "chunk_tokens": 48, "budget_every": 0, **config})
     if group.rank:
         return MeshEngine(model, offload, settings, group, tokenizer=tokenizer)
     port = None if port_of is None else port_of(offload, common.whole())
     return Lead(model, offload, settings, group, tokenizer=tokenizer, port=port)
+
+
+class StageDisk(DiskTier):
+    def __init__(self, folder: Path, stage: int, page_bytes: int) -> None:
+        self.stage = stage
+        super().__init__(
+            folder / f"stage {stage}",
+            identity=b"these",
+            page_bytes=page_bytes,
+            capacity_bytes=80 * (page_bytes + 4096),
+        )
+
+
+def _disk(folder: Path, group: Group, layout: ModelLayout) -> StageDisk | Elsewhere:
+    stage, member = divmod(group.rank, group.team.size)
+    if member:
+        return Elsewhere(layout.host_page_bytes)
+    return StageDisk(folder, stage, layout.host_page_bytes)
 
 
 def _common(group: Group, whole: ModelLayout, part: ModelLayout) -> CommonHost:

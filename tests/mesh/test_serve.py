@@ -13,6 +13,7 @@ from ess.kernels.mappings import mappings
 from ess.models.load import load_model
 from tests.ranks.test_serve import COUNT, PROMPT, tokens
 from tests.server.harness import until
+from tests.server.test_dashboard import metrics
 from tests.support.greedy import greedy
 from tests.support.kin import is_running, kin, told
 from tests.support.process import Process
@@ -61,10 +62,13 @@ def files(pid: int) -> list[Path]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("tp", "pp", "mtp", "victim"), CASES)
-def test_one_text_from_several_processes_and_again_when_one_is_killed(tp, pp, mtp, victim):
+def test_one_text_from_several_processes_and_again_when_one_is_killed(
+    tp, pp, mtp, victim, tmp_path: Path
+):
     expected = greedy(load_model(form="f32"), PROMPT, COUNT)
     size = ("--tp-size", str(tp), "--pp-size", str(pp), "--mtp", str(mtp), "--host-bytes", "1GiB")
-    with Process(*FLAGS, *size, has_real_children=True).wait_ready() as process:
+    disk = ("--prefix-cache-dir", str(tmp_path))
+    with Process(*FLAGS, *size, *disk, has_real_children=True).wait_ready() as process:
         assert list(tokens(process.url)) == expected
         before = sorted(engines(process))
         assert len(before) == tp * pp
@@ -80,3 +84,17 @@ def test_one_text_from_several_processes_and_again_when_one_is_killed(tp, pp, mt
         process.process.terminate()
         assert process.ended(120) == 0
         until(lambda: not any(map(is_running, everybody)), "the end of everybody")
+
+
+@pytest.mark.long
+def test_the_next_server_reads_what_the_stages_have_stored(tmp_path: Path):
+    expected = greedy(load_model(form="f32"), PROMPT, COUNT)
+    size = ("--tp-size", "2", "--pp-size", "2", "--mtp", "1", "--host-bytes", "1GiB")
+    for life in range(2):
+        disk = ("--prefix-cache-dir", str(tmp_path))
+        with Process(*FLAGS, *size, *disk, has_real_children=True).wait_ready() as process:
+            assert list(tokens(process.url)) == expected
+            assert metrics(process.url)["ess_disk_moved_pages_total", "loaded"] == life
+            process.process.terminate()
+            assert process.ended(120) == 0
+    assert len(list(tmp_path.iterdir())) == 2

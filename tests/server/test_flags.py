@@ -16,8 +16,8 @@ from ess.server.commands.start.settings import read_file, resolve
     ("flags", "says"),
     [
         (
-            ["-tp", "8", "--prefix-cache-dir", "d"],
-            "prefix_cache_dir is d, and tp_size is 8, pp_size",
+            ["-tp", "8", "--cp-size", "2"],
+            "cp_size is 2, and tp_size is 8, pp_size",
         ),
         (["--disable-radix-cache"], "always shared"),
         (["--enable-dynamic-chunking"], "there tpot_ms sizes the chunks"),
@@ -103,7 +103,7 @@ from ess.server.commands.start.settings import read_file, resolve
         (["--body-bytes", "0"], "body_bytes is 0; must be at least 1KiB"),
         (["-dp", "3", "-ep"], "8 experts cannot be shared equally by 3 ranks"),
         (
-            ["-pp", "2", "--nsa-decode-backend", "flashmla_kv", "--prefix-cache-dir", "d"],
+            ["-pp", "2", "--nsa-decode-backend", "flashmla_kv", "--cp-size", "2"],
             "--nsa-decode-backend has no",
         ),
         (

@@ -295,7 +295,7 @@ def test_wrong_settings_are_one_sentence_and_a_code():
     ("flags", "says"),
     [
         (["/no/such/folder"], "not a folder"),
-        (["--pp-size", "2", "--prefix-cache-dir", "d"], "prefix_cache_dir is d, and tp_size is 1"),
+        (["--pp-size", "2", "--cp-size", "2"], "cp_size is 2, and tp_size is 1, pp_size 2"),
         (["--host-bytes", "1KiB"], "less than one page"),
     ],
 )

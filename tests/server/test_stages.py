@@ -66,7 +66,6 @@ PACED = ("--engine", "paced", "--pace-ms", "20")
         ({**NODES, "role": "decode"}, "nnodes is 2, and role is decode: rows that are handed over"),
         ({**NODES, "role": "both", "peer_secret": ""}, "10.0.0.1:9, which other machines reach"),
         ({"pp_size": 2, "dp_size": 2}, "dp_size is 2, and tp_size is 1, pp_size 2: the experts"),
-        ({"tp_size": 2, "prefix_cache_dir": "d"}, "prefix_cache_dir is d, and tp_size is 2"),
         ({"tp_size": 2, "cp_size": 2}, "cp_size is 2, and tp_size is 2, pp_size 1: only prefill"),
         ({"cp_size": 2}, "cp_size is 2, and tp_size is 1"),
         ({"cp_size": 3, "role": "decode"}, "cp_size is 3, and tp_size is 1, pp_size 1: only"),

@@ -23,6 +23,7 @@ from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Stats, Timings, pool_counts
 from ess.errors import BadInput
 from ess.layout import ModelLayout
+from ess.pool.disk.elsewhere import Elsewhere
 from ess.pool.disk.tier import DiskTier
 
 
@@ -125,7 +126,11 @@ class DeviceSide:
 
 
 def open_device_side(
-    layout: ModelLayout, sizes: PoolSizes, device: str, clock: Clock, disk: DiskTier | None
+    layout: ModelLayout,
+    sizes: PoolSizes,
+    device: str,
+    clock: Clock,
+    disk: DiskTier | Elsewhere | None,
 ) -> DeviceSide:
     """`device` is "cuda" or "cuda:0"."""
     kind, _, ordinal = device.partition(":")

@@ -21,7 +21,8 @@ What would break it: a `say` at a place that follows from more than the calls (t
 for a word that never comes); a copy to the host that is under way when the word is sent
 (`Slots.seal` waits for it where memory is common); a second writer of a row. Rank 0 writes rows of
 every layer where a handoff brings them, into pages that are marked in no process until it says
-that they have come.
+that they have come. A disk's pages are read by member 0, also into pages that are marked in no
+process until all ranks know that all stages have read theirs (`shelf`).
 
 The file has no name. It is gone when the last process that maps it has ended, and processes that
 begin again make a new one: no pool that a lost process has half written is ever used.

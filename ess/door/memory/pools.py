@@ -33,6 +33,7 @@ from ess.pool.capacity import (
     whole_count,
 )
 from ess.pool.chunks import Chunks
+from ess.pool.disk.elsewhere import Elsewhere
 from ess.pool.disk.tier import DiskTier
 from ess.pool.index import ActivePages, IndexPool, PageTables
 from ess.pool.latent import Common, CommonMemory, LatentPool
@@ -205,7 +206,7 @@ def build_pools(
     layout: ModelLayout,
     sizes: PoolSizes,
     lane: Lane,
-    disk: DiskTier | None = None,
+    disk: DiskTier | Elsewhere | None = None,
     common: Common | None = None,
 ) -> HostPools:
     counts = Counts.of(layout, sizes)

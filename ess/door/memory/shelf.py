@@ -8,6 +8,12 @@ free of the disk's timing: no page is held, freed or taken because a write was s
 
 Pages that come are read into pages of their sequence that no other sequence knows, beside the
 owner's thread. They are marked and published in that thread, in `settle`.
+
+Processes that divide a model have a shelf each, for the layers that each has. Of every prompt as
+many pages count as the process with the fewest has (`agree`), so their pools stay alike, whatever
+is on their disks and however fast these are. They also agree when a load is given up: its pages may
+then go to rows from elsewhere, which one process writes for all, and by then the readers of all
+processes have stopped.
 """
 
 from __future__ import annotations
@@ -16,8 +22,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from ess.array_types import Bytes, PageIds
+from ess.pool.disk.elsewhere import Elsewhere
 from ess.pool.disk.tier import Claim, DiskTier, Loading
 from ess.pool.disk.use import DiskUse
 from ess.pool.latent import LatentPool
@@ -25,6 +33,12 @@ from ess.units import PAGE_ROWS
 
 Arrived = Callable[[int], None]
 """Told how many pages have come, from the first on."""
+
+Agree = Callable[[list[int]], list[int]]
+"""Of processes that call alike: the least of each count. It returns when all have called it."""
+
+LOADING: Final = -1
+"""Some pages are on their way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +54,8 @@ class PageLoad:
 class Shelf:
     """Calls come from the offload's thread. `_mark_of` has an object for each publication."""
 
-    def __init__(self, latent: LatentPool, tier: DiskTier) -> None:
+    def __init__(self, latent: LatentPool, tier: DiskTier | Elsewhere) -> None:
+        self.agree: Agree = list
         self._latent = latent
         self._tier = tier
         self._mark_of: dict[bytes, object] = {}
@@ -82,6 +97,9 @@ class Shelf:
         all of these texts as used now."""
         claim = self._tier.claim(contents[known_count:])
         self._tier.use(reversed(contents[:known_count]))
+        if len(contents) > known_count:
+            [count] = self.agree([len(claim.contents)])
+            claim.keep(count)
         return claim
 
     def leading_count(self, contents: Many[bytes]) -> int:
@@ -108,12 +126,17 @@ class Shelf:
 
     def settle(self) -> None:
         """Marks and publishes the pages that have come from the disk."""
-        for load in [load for load in self._loads if load.loading.is_done]:
-            self._end(load, load.loading.count)
+        if not self._loads:
+            return
+        loadings = [load.loading for load in self._loads]
+        come = [loading.count if loading.is_done else LOADING for loading in loadings]
+        for load, count in zip([*self._loads], self.agree(come), strict=True):
+            if count != LOADING:
+                self._end(load, count)
 
     def wait(self, load: PageLoad) -> None:
         load.loading.wait()
-        self._end(load, load.loading.count)
+        self._end(load, *self.agree([load.loading.count]))
 
     def land(self, load: PageLoad, count: int) -> None:
         """The first `count` pages are there from now on; the others are not wanted any more."""
@@ -124,13 +147,15 @@ class Shelf:
     def give_up(self, load: PageLoad) -> None:
         """The pages are not wanted any more; none is written when this returns."""
         load.loading.cancel()
-        self._end(load, load.loading.count)
+        self._end(load, *self.agree([load.loading.count]))
 
     def _end(self, load: PageLoad, count: int) -> None:
         self._loads = [each for each in self._loads if each is not load]
         load.claim.release()
         self._latent.spoil(load.pages[count:])
-        self._latent.mark_arrived(load.pages[:count], count * PAGE_ROWS)
+        if count:
+            self._latent.mark_arrived(load.pages[:count], count * PAGE_ROWS)
+            self._latent.say()
         load.on_arrival(count)
 
     # ---- the whole of it
@@ -151,6 +176,8 @@ class Shelf:
             assert not self._latent.stored[:, load.pages].any(), "rows lie where others will come"
 
     def close(self) -> None:
+        """Processes that call alike do not wait for one another here."""
         for load in [*self._loads]:
-            self.give_up(load)
+            load.loading.cancel()
+            self._end(load, 0)
         self._tier.close()

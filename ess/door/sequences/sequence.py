@@ -228,9 +228,10 @@ class Sequence:
             self._shelf.land(self._load, page_count)
 
     def wait(self) -> None:
-        """Waits until all that it needs has come from the disk."""
+        """Waits until all that it needs has come from the disk; `Offload.load` takes notice of
+        it."""
         if self._load is not None:
-            self._shelf.wait(self._load)
+            self._load.loading.wait()
 
     def _loaded(self, count: int) -> None:
         self._load = None
@@ -389,7 +390,8 @@ class Sequence:
     def resume(self) -> None:
         """Takes index pages again and reloads keys: nothing is recomputed. PoolFull if there is no
         room: then it stays preempted. Unavailable where pages that it had on disk are lost."""
-        self.wait()
+        if self._load is not None:
+            self._shelf.wait(self._load)
         require_state(self, "preempted")
         self._bring_back()
         self._require("preempted")

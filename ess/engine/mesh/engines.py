@@ -150,7 +150,7 @@ class Lead(MeshEngine):
 
     def pump(self) -> None:
         """`pump` counts as a call of its own where the other ranks may be told something."""
-        awaits = self._arrivals is not None and self._arrivals.awaits
+        awaits = self._loads.is_busy or (self._arrivals is not None and self._arrivals.awaits)
         if not self._is_in_step and (awaits or self._handoffs.has_told):
             self.lockstep.say(Pumped())
         super().pump()

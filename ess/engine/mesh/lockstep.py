@@ -9,6 +9,7 @@ passes on both, and nothing else decides:
     slots        budgets of the arenas do not move, so what can be admitted stays equal
     two halves   rank 0 says whether a step splits
     grammars     rank 0 says which are compiled, and which tokens they allow (`mesh.grammars`)
+    disks        a page counts where all stages have read it (`door.memory.shelf`)
     modes        each rank's own: they change when rows are copied, and no page and no token
 
 Ranks that differ are noticed before they serve a wrong token. At the head of each step every rank
@@ -28,9 +29,11 @@ from ess.comm.experts.expert_ranks import OutOfStep
 from ess.comm.group import Group
 from ess.comm.link import Link
 from ess.door import Offload
+from ess.door.memory.shelf import Shelf
 from ess.engine.mesh.words import (
     Aside,
     Call,
+    Counts,
     Holds,
     Met,
     Stepped,
@@ -87,12 +90,28 @@ class Lockstep:
         """No rank admits more than the smallest pools hold: once, before the first call."""
         ledger = self._offload.owner.pools.ledger
         mine = Holds(ledger.capacities())
-        if self.is_lead:
-            all_hold = [mine, *(self._as(receive(link), Holds) for link in self._others)]
+        if all_hold := self._gathered(mine, Holds):
             mine = _least([holds.capacities for holds in all_hold])
-        else:
-            send([self._to_lead], mine)
         ledger.limit(self.from_lead(mine, Holds).capacities)
+        if self._shelf is not None:
+            self._shelf.agree = self.least
+
+    def least(self, counts: list[int]) -> list[int]:
+        """The least that a rank has of each count. It returns when all ranks have called it."""
+        mine = Counts(counts)
+        if told := self._gathered(mine, Counts):
+            lengths = {len(each.counts) for each in told}
+            if len(lengths) > 1:
+                raise self._apart(f"the ranks load {sorted(lengths)} prompts")
+            mine = Counts([min(each) for each in zip(*(each.counts for each in told), strict=True)])
+        return self.from_lead(mine, Counts).counts
+
+    def _gathered(self, mine: W, kind: type[W]) -> list[W]:
+        """On rank 0 the words of all ranks; the others send theirs."""
+        if self.is_lead:
+            return [mine, *(self._as(receive(link), kind) for link in self._others)]
+        send([self._to_lead], mine)
+        return []
 
     # ---- calls
 
@@ -178,6 +197,16 @@ class Lockstep:
         return self._as(receive(self._to_lead), kind)
 
     # ---- pools
+
+    def clear_pages(self) -> None:
+        """Before rank 0 lets rows from elsewhere come into pages: returns when all ranks have taken
+        these pages, so that no disk stores them as what they held before."""
+        if self._shelf is not None:
+            self.least([])
+
+    @property
+    def _shelf(self) -> Shelf | None:
+        return self._offload.owner.pools.shelf
 
     @property
     def layout(self) -> ModelLayout:

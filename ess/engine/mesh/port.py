@@ -8,8 +8,11 @@ tells the others what follows from a handoff, at points that the calls alone det
     outcomes   which handoffs have ended, and how; all mark the rows as there, and drop the pages
 
 Bytes may come at any time, into pages that no rank has marked; rank 0 speaks of them only when they
-have come. An end that rank 0 sees between two layers waits for the next `outcomes`
-(`Receiver.conclude`). While no handoff is awaited, nothing is sent.
+have come. Where stages have disks, all ranks have taken these pages before (`clear_pages`): a stage
+behind rank 0 would else store some of these bytes as what such a page held until then.
+
+An end that rank 0 sees between two layers waits for the next `outcomes` (`Receiver.conclude`).
+While no handoff is awaited, nothing is sent.
 """
 
 from __future__ import annotations
@@ -66,6 +69,7 @@ class LeadArrivals:
         self._lockstep = lockstep
 
     def expect(self, sequence: Sequence, *, uid: int, peer: int) -> None:
+        self._lockstep.clear_pages()
         try:
             self._receiver.expect(sequence, uid=uid, peer=peer)
         except PoolFull as full:
@@ -131,6 +135,7 @@ class EchoArrivals:
         self._awaited: dict[int, Awaited] = {}
 
     def expect(self, sequence: Sequence, *, uid: int, peer: int) -> None:
+        self._lockstep.clear_pages()
         room, pages = self._lockstep.passed(HandoffRoom), awaited_pages(sequence)
         if room.full is not None:
             raise PoolFull(

@@ -22,6 +22,7 @@ from ess.door.memory.common_host import CommonHost
 from ess.engine.mesh.engines import Follower, Lead, MeshEngine
 from ess.engine.process.arithmetic import arithmetic
 from ess.engine.process.build import Built
+from ess.engine.process.disk import disk_of
 from ess.engine.process.lifeline import keep_objects, stay_with_lead
 from ess.engine.process.member import join, main, membership, rank_of
 from ess.engine.process.messages import Launch, Rank
@@ -42,6 +43,8 @@ from ess.models.text.tokenizer import Tokenizer
 from ess.models.weights.expected.split import Split
 from ess.models.weights.files.fingerprint import fingerprint
 from ess.pool.capacity import even_chunks, whole_count
+from ess.pool.disk.elsewhere import Elsewhere
+from ess.pool.disk.tier import DiskTier
 
 ALIKE: Final = (
     "max_running",
@@ -68,6 +71,7 @@ def facts(launch: Launch) -> dict[str, str]:
     unlike machine would make other rows than one engine, or a prefill worker, makes."""
     made = {name: str(getattr(launch.config, name)) for name in ALIKE}
     made["max_model_len"] = str(launch.length_max)
+    made["prefix cache on disk"] = "yes" if launch.config.prefix_cache_dir else "no"
     made["model"] = fingerprint(launch.model).hex()
     if launch.config.deterministic:
         made["arithmetic"] = arithmetic(launch.config)
@@ -93,6 +97,17 @@ def load_part(launch: Launch, rank: Rank) -> tuple[Model, ModelLayout]:
     return model, config.layout(row=chosen.row, has_mtp=chosen.mtp > 1)
 
 
+def part_disk(
+    launch: Launch, whole: ModelLayout, common: CommonHost
+) -> DiskTier | Elsewhere | None:
+    """The first member of a stage has the disk of its layers."""
+    rank = rank_of(launch)
+    layers = rank.layers[rank.rank // rank.team]
+    if not launch.config.prefix_cache_dir or common.writes:
+        return disk_of(launch, whole, layers)
+    return Elsewhere(whole.part(*layers).host_page_bytes)
+
+
 def part_offload(
     launch: Launch, part: ModelLayout, whole: ModelLayout, common: CommonHost
 ) -> Offload:
@@ -114,6 +129,7 @@ def part_offload(
         evict=chosen.evict,
         lane=PatientLane(open_lane()),
         common=common,
+        disk=part_disk(launch, whole, common),
     )
 
 

@@ -6,6 +6,7 @@
     rank 0 to all      Compiled, Allowed: what its grammars say (`mesh.grammars`)
     last stage to all  Scored: chances of tokens of prompts, by way of rank 0
     all to all         Holds: once, what the pools hold, by way of rank 0
+    all to all         Counts: of pages on disks, while a request loads, by way of rank 0
 
 A message of any size travels as frames of bounded size: the first byte of each says whether more
 of it comes.
@@ -99,6 +100,12 @@ class Holds(msgspec.Struct, frozen=True, array_like=True, tag=True):
     capacities: dict[str, int]
 
 
+class Counts(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What a rank counts; then the least of each count, from rank 0."""
+
+    counts: list[int]
+
+
 class Full(msgspec.Struct, frozen=True, array_like=True):
     """The fields of a PoolFull."""
 
@@ -178,7 +185,7 @@ class Scored(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Aside: TypeAlias = (
-    Holds | Met | StepTokens | HandoffRoom | HandoffsEnded | Compiled | Allowed | Scored
+    Holds | Counts | Met | StepTokens | HandoffRoom | HandoffsEnded | Compiled | Allowed | Scored
 )
 Word: TypeAlias = Call | Aside
 

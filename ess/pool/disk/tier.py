@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from ess.errors import BadInput, BadState
 from ess.pool.capacity import whole_count
@@ -29,6 +29,8 @@ READERS: Final = 2
 READ_MAX: Final = 8
 """The most pages that a reader takes at a time."""
 CLOSE_S: Final = 5.0
+Submit = Callable[[Callable[..., None], Future[int], Callable[[], int]], object]
+"""Calls a function with what follows it, perhaps in another thread."""
 
 
 class DiskTier:
@@ -131,7 +133,7 @@ class DiskTier:
             return last - first
 
         jobs = [partial(load, first) for first in range(0, len(contents), READ_MAX)]
-        return Loading(self._readers, jobs)
+        return Loading(self._readers.submit, jobs)
 
     # ---- pages that come and go
 
@@ -201,10 +203,14 @@ class DiskTier:
         self._folder.close()
 
 
+class Holder(Protocol):
+    def release(self, contents: Iterable[bytes]) -> None: ...
+
+
 class Claim:
     """Pages that stay on disk until `release`."""
 
-    def __init__(self, tier: DiskTier, contents: tuple[bytes, ...]) -> None:
+    def __init__(self, tier: Holder, contents: tuple[bytes, ...]) -> None:
         self.contents = contents
         self._tier = tier
 
@@ -222,16 +228,16 @@ class Loading:
     """Pages on their way to memory, several readers at once. Its owner has it before it begins, so
     that it can be cancelled whatever happens meanwhile."""
 
-    def __init__(self, readers: ThreadPoolExecutor, jobs: Sequence[Callable[[], int]]) -> None:
+    def __init__(self, submit: Submit, jobs: Sequence[Callable[[], int]]) -> None:
         self.runs = [Future[int]() for _ in jobs]
-        self._readers = readers
+        self._submit = submit
         self._jobs = jobs
 
     def begin(self) -> None:
         """After an error some pages may be on their way: a pool of threads that cannot start one
         raises, and has the job in its queue."""
         for run, job in zip(self.runs, self._jobs, strict=True):
-            self._readers.submit(_fulfil, run, job)
+            self._submit(_fulfil, run, job)
 
     @property
     def is_done(self) -> bool:

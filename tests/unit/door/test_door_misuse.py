@@ -12,6 +12,7 @@ import torch
 from ess.door import Offload, Sequence, Step
 from ess.errors import BadInput, BadState
 from ess.flashtrans import InlineLane
+from ess.pool.disk.elsewhere import Elsewhere
 from ess.pool.disk.tier import DiskTier
 from tests.unit.door.test_door import LAYOUT, make, opened, refused, rows, selection
 
@@ -157,6 +158,7 @@ def test_wrong_terms_of_a_sequence_are_refused(offload, changes, match):
         ({"slot_bytes": "lots"}, "slot_bytes: 'lots' is not a size"),
         ({"lane": "fast"}, "lane is 'fast', must be a lane"),
         ({"disk": "/tmp"}, "disk is '/tmp', must be a DiskTier"),
+        ({"disk": Elsewhere(1)}, "disk is Elsewhere: a process that writes the host's rows has a"),
         ({"query_max": 1.5}, "query_max is 1.5, must be a whole number"),
         ({"layout": "deepseek-v3.2"}, "layout is 'deepseek-v3.2', must be a ModelLayout"),
         (

@@ -22,6 +22,7 @@ from ess.errors import BadInput, Unavailable
 from ess.kernels.cuda.pinned import pinned_memory
 from ess.kernels.streams import RowCopy
 from ess.layout import ModelLayout
+from ess.pool.disk.elsewhere import Elsewhere
 from ess.pool.disk.tier import DiskTier
 from ess.pool.latent import LatentPool
 from ess.pool.lru.cuda_workspaces import Claims
@@ -64,7 +65,7 @@ class DevicePools(Pools):
 
 
 def build_device_pools(
-    layout: ModelLayout, sizes: PoolSizes, lane: DeviceLane, disk: DiskTier | None
+    layout: ModelLayout, sizes: PoolSizes, lane: DeviceLane, disk: DiskTier | Elsewhere | None
 ) -> DevicePools:
     if sizes.shared:
         raise Unavailable(
