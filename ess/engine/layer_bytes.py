@@ -192,13 +192,16 @@ class LayerBytes:
 
     @property
     def _valued(self) -> int:
-        """What was attended, its factor in the weights' type, values, and the layer's output."""
+        """What was attended, its factor in the weights' type, values, and the layer's output. Gates
+        make values float32."""
         c, size = self.config, self.value_bytes
+        is_gated = c.value_gates != "none"
         values, attended = c.head_count * c.value_dim, self._latents * F32
-        factor = self._latents * size if size < F32 else 0
-        product = self.product(values, c.hidden_dim, is_converted=True)
-        output = values * size + product + c.hidden_dim * F32
-        return attended + max(factor + values * size, 2 * values * size, output)
+        gates = (c.head_count if c.value_gates == "head" else values) * F32 * is_gated
+        given, factor = values * (F32 if is_gated else size), self._latents * size * (size < F32)
+        product = self.product(values, c.hidden_dim, is_converted=not is_gated)
+        output = given + product + c.hidden_dim * F32
+        return attended + gates + max(factor + values * size, values * size + given, output)
 
     # ---- behind attention
 

@@ -29,7 +29,7 @@ from tests.device.kernels import Kernels
 from tests.device.memory import Peak
 from tests.device.standin import opened
 from tests.support import pretended
-from tests.support.checkpoints import V32, tokens
+from tests.support.checkpoints import HY4, V32, tokens
 from tests.unit.weights.conftest import write_checkpoint
 
 VOCABULARY, LENGTH, PROMPTS, MTP = 12_288, 256, (246, 100), 2
@@ -112,7 +112,7 @@ class Mirrored:
 
 
 @contextlib.contextmanager
-def engine(folder, form, chunk_tokens, *, placement=None):
+def engine(folder, form, chunk_tokens, *, placement=None, mtp=MTP):
     expert_ranks, ranks = None, Alone()
     if placement is not None:
         home = torch.device("cuda", 0)
@@ -134,7 +134,7 @@ def engine(folder, form, chunk_tokens, *, placement=None):
         poison=True,
     )
     chosen = EngineConfig(
-        modes="da", mtp=MTP, depth=1, chunk_tokens=chunk_tokens, backend="cuda", graphs=0
+        modes="da", mtp=mtp, depth=1, chunk_tokens=chunk_tokens, backend="cuda", graphs=0
     )
     yield Engine(model, offload, chosen, ranks=ranks)
     offload.close()
@@ -189,3 +189,16 @@ def test_a_plan_of_ranks_is_near_to_what_is_taken_and_not_below(tmp_path):
         steps = decode_bytes(config, query_max=len(PROMPTS) * MTP, **sizes)
     assert taken["prompts"] <= prompts <= MOST * taken["prompts"]
     assert taken["steps"] <= steps <= MOST * taken["steps"]
+
+
+GATED = {key: value for key, value in RAW.items() if V32.get(key) != value} | {"v_head_dim": 256}
+
+
+def test_a_plan_has_the_gates_of_values(tmp_path):
+    """Values of these heads take the most; gates make them float32."""
+    write_checkpoint(tmp_path, {**HY4, **GATED})
+    sizes = {"length_max": LENGTH, "value_bytes": BF16}
+    with engine(tmp_path, "bf16", 128, mtp=1) as eng:
+        config, layout, taken = eng.runner.model.config, eng.offload.layout, taken_by(eng)
+    prompts = prompt_bytes(config, layout, chunk_tokens=128, prompt_max=2, **sizes)
+    assert taken["prompts"] <= prompts <= MOST * taken["prompts"]
