@@ -26,6 +26,7 @@ from tests.mesh.rig import Shape, run_mesh
 from tests.model.test_deterministic import chances_of, engine, said
 
 RANK = Rank(rank=0, size=2, init="tcp://127.0.0.1:1", layers=((0, 6),), team=2)
+HALVES = structs.replace(RANK, team=1, layers=((0, 3), (3, 6)))
 LAUNCH = Launch(
     model=str(EMBEDDED),
     config=ProcessConfig(deterministic=True, threads=1),
@@ -104,3 +105,9 @@ def test_nodes_with_other_flags_do_not_begin(settings, named):
     wait for one another for ever."""
     other = structs.replace(LAUNCH, config=replace(LAUNCH.config, **settings))
     assert refused([LAUNCH, other]) == named
+
+
+def test_nodes_that_cut_the_layers_elsewhere_do_not_begin():
+    other = structs.replace(LAUNCH, rank=structs.replace(HALVES, layers=((0, 2), (2, 6))))
+    named = "layers is ((0, 2), (2, 6)) on rank 1, ((0, 3), (3, 6)) on rank 0"
+    assert refused([structs.replace(LAUNCH, rank=HALVES), other]) == named

@@ -71,7 +71,8 @@ def facts(launch: Launch) -> dict[str, str]:
     unlike machine would make other rows than one engine, or a prefill worker, makes."""
     made = {name: str(getattr(launch.config, name)) for name in ALIKE}
     made["max_model_len"] = str(launch.length_max)
-    made["prefix cache on disk"] = "yes" if launch.config.prefix_cache_dir else "no"
+    made["prefix_cache_dir"] = "given" if launch.config.prefix_cache_dir else "not given"
+    made["layers"] = str(rank_of(launch).layers)
     made["model"] = fingerprint(launch.model).hex()
     if launch.config.deterministic:
         made["arithmetic"] = arithmetic(launch.config)
