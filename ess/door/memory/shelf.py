@@ -120,7 +120,7 @@ class Shelf:
         return PageLoad(pages, claim, loading, on_arrival)
 
     def bring(self, load: PageLoad) -> None:
-        """Reads the pages. After an error the caller gives the load up."""
+        """Reads the pages. After an error the caller drops the load."""
         self._loads.append(load)
         load.loading.begin()
 
@@ -149,6 +149,11 @@ class Shelf:
         load.loading.cancel()
         self._end(load, *self.agree([load.loading.count]))
 
+    def drop(self, load: PageLoad) -> None:
+        """After an error, which may be of this process alone: it does not wait for the others."""
+        load.loading.cancel()
+        self._end(load, 0)
+
     def _end(self, load: PageLoad, count: int) -> None:
         self._loads = [each for each in self._loads if each is not load]
         load.claim.release()
@@ -176,8 +181,6 @@ class Shelf:
             assert not self._latent.stored[:, load.pages].any(), "rows lie where others will come"
 
     def close(self) -> None:
-        """Processes that call alike do not wait for one another here."""
         for load in [*self._loads]:
-            load.loading.cancel()
-            self._end(load, 0)
+            self.drop(load)
         self._tier.close()

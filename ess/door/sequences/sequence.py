@@ -463,8 +463,10 @@ class Sequence:
         self.owner.pools.inflight.after(let_go)
 
     def discard(self) -> None:
-        """Closes it; nothing that it brought stays as cached prefix."""
+        """Closes it after an error; nothing that it brought stays as cached prefix."""
         if self.state != "closed":
+            if self._load is not None:
+                self._shelf.drop(self._load)
             self.progress.withhold()
             self.close()
 

@@ -57,7 +57,7 @@ class Shelved:
             shelf.bring(load)
             shelf.wait(load)
         except BaseException:
-            shelf.give_up(load)
+            shelf.drop(load)
             raise
         return counts == [len(fresh)]
 

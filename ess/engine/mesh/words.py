@@ -6,7 +6,7 @@
     rank 0 to all      Compiled, Allowed: what its grammars say (`mesh.grammars`)
     last stage to all  Scored: chances of tokens of prompts, by way of rank 0
     all to all         Holds: once, what the pools hold, by way of rank 0
-    all to all         Counts: of pages on disks, while a request loads, by way of rank 0
+    all to all         Counts: of pages on disks, where one may hold a prompt, by way of rank 0
 
 A message of any size travels as frames of bounded size: the first byte of each says whether more
 of it comes.
@@ -101,7 +101,8 @@ class Holds(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What a rank counts; then the least of each count, from rank 0."""
+    """How many pages of each load this rank has, -1 while more may come; empty before a handoff.
+    Rank 0 answers with the least of each count."""
 
     counts: list[int]
 
