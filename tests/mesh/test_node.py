@@ -15,7 +15,7 @@ from ess.server.commands.start.node import STOP_S, Node
 from ess.server.process.engines.group import EngineGroup, Loss
 
 NOTED = (
-    "ess: the processes here go on until the first machine has ended its requests, for 30 s at"
+    "ess: processes that requests may need go on until the first machine has ended, for 30 s at"
     " most; SIGINT ends them at once"
 )
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -330,7 +330,8 @@ def kin(process: subprocess.Popen[str]) -> list[int]:
 def test_another_node_keeps_its_stages_and_ends_with_them():
     address = "127.0.0.1:29401"  # the paced engine meets no other process
     flags = ("--pp-size", "4", "--nnodes", "2", "--dist-init-addr", address)
-    with started(*flags, "--node-rank", "1", "--host-bytes", "96MiB") as node:
+    more = ("--node-rank", "1", "--host-bytes", "96MiB", "--drain-s", "1")
+    with started(*flags, *more) as node:
         until(lambda: len(kin(node)) == 2, "its two stages")
         first = kin(node)
         os.kill(first[0], signal.SIGKILL)

@@ -37,6 +37,7 @@ class Node:
         self._drain_s = drain_s
         self._end = asyncio.Event()
         self._at_once = asyncio.Event()
+        self._has_lost = False
 
     def end(self, number: int) -> None:
         """SIGTERM may come twice, as to a server (`Lifecycle`)."""
@@ -72,17 +73,18 @@ class Node:
             return Loss(f"a process cannot be started: {reason_of(error)}")
         loss = await self._unless_ended(group.lost(stopped_s=STOPPED_S))
         if loss is None:
-            await self._drain(group, is_first=number == 0)
+            await self._drain(group)
+        self._has_lost = True
         await group.stop(within_s=STOP_S if loss is None else 0.0)
         return loss
 
-    async def _drain(self, group: EngineGroup, *, is_first: bool) -> None:
+    async def _drain(self, group: EngineGroup) -> None:
         """After a loss even processes that still load are needed, by the requests that resume."""
         console.note(
-            "ess: the processes here go on until the first machine has ended its requests, for"
+            "ess: processes that requests may need go on until the first machine has ended, for"
             f" {self._drain_s:g} s at most; SIGINT ends them at once"
         )
-        if is_first:
+        if not self._has_lost:
             group.ask_to_leave()
         lost = asyncio.ensure_future(group.lost(stopped_s=STOPPED_S))
         ending = asyncio.ensure_future(self._at_once.wait())

@@ -111,7 +111,7 @@ class EngineGroup:
         return min(losses, key=lambda loss: loss.is_said)
 
     def ask_to_leave(self) -> None:
-        """Ends processes that have not met the lead yet; the others end with it."""
+        """Ends processes that have not loaded yet; the others end with the lead."""
         for member in self._members:
             member.child.ask_to_end(LEAVE)
 
