@@ -220,9 +220,9 @@ class Engine:
         with self._wholly():
             self._learn(depth)
             self._rebalance()
-        self.pump()
-        for request in self._entry.compiled():
-            self._enter(request)
+            self.pump()
+            for request in self._entry.compiled():
+                self._enter(request)
         limit = self._flights.limits.batch
         self._admission.admit(self._open, self._resume, step_count=self.step_count, limit=limit)
         with self._wholly():
@@ -334,7 +334,7 @@ class Engine:
     @contextlib.contextmanager
     def _wholly(self) -> Iterator[None]:
         """Runs a part of a step that an error leaves half made: a later step would lose tokens, or
-        repeat them. Admission runs outside of it: where that breaks off, nothing has changed."""
+        repeat them. Admission runs outside: an offer that breaks off there undoes itself."""
         if self._is_half_made:
             raise BadState("a step of this engine failed midway: close the engine and its offload")
         self._is_half_made = True
