@@ -300,7 +300,7 @@ class Disks:
     """The folder of a disk tier: what is found in it is what was stored."""
 
     name = "disks"
-    watched = ("pool/disk/*.py",)
+    watched = ("pool/disk/[!e]*.py",)  # `elsewhere` reads no folder
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "disk"
