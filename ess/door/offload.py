@@ -412,7 +412,7 @@ def _check_disk(
     if disk is not None and writes != isinstance(disk, DiskTier):
         raise BadInput(
             f"disk is {type(disk).__name__}: a process that writes the host's rows has a DiskTier,"
-            " any other one Elsewhere"
+            " every other process Elsewhere"
         )
     if disk is not None and layout.has_states:
         raise BadInput(f"{layout.name!r} keeps states beside its rows: not on a disk yet")
