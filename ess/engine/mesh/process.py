@@ -27,7 +27,7 @@ from ess.engine.process.lifeline import keep_objects, stay_with_lead
 from ess.engine.process.member import join, main, membership, rank_of
 from ess.engine.process.messages import Launch, Rank
 from ess.engine.process.peers import open_port
-from ess.engine.process.rank import greet
+from ess.engine.process.rank import greet, in_common
 from ess.engine.process.wire import open_wire
 from ess.engine.process.worker import serve
 from ess.engine.step.runner import pack_weights
@@ -41,7 +41,6 @@ from ess.models.load import load_model
 from ess.models.model import Model
 from ess.models.text.tokenizer import Tokenizer
 from ess.models.weights.expected.split import Split
-from ess.models.weights.files.fingerprint import fingerprint
 from ess.pool.capacity import even_chunks, whole_count
 from ess.pool.disk.elsewhere import Elsewhere
 from ess.pool.disk.tier import DiskTier
@@ -69,11 +68,10 @@ ALIKE: Final = (
 def facts(launch: Launch) -> dict[str, str]:
     """What must be the same on all ranks. With `deterministic` also what rounds: a stage on an
     unlike machine would make other rows than one engine, or a prefill worker, makes."""
-    made = {name: str(getattr(launch.config, name)) for name in ALIKE}
+    made = in_common(launch, ALIKE)
     made["max_model_len"] = str(launch.length_max)
     made["prefix_cache_dir"] = "given" if launch.config.prefix_cache_dir else "not given"
     made["layers"] = str(rank_of(launch).layers)
-    made["model"] = fingerprint(launch.model).hex()
     if launch.config.deterministic:
         made["arithmetic"] = arithmetic(launch.config)
     return made

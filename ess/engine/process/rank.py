@@ -10,7 +10,7 @@ its own server why. The servers start them again, and they meet as at first.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -92,9 +92,7 @@ def loaded(launch: Launch, group: Group, clock: Clock) -> Built:
     record = recorder(launch.config, expert_ranks)
     ranks = Many(expert_ranks, on_meet=group.advance, on_census=record)
     names = ALIKE + (ALIKE_ON_DEVICES if is_device(launch.config.device) else ())
-    settings = {name: str(getattr(launch.config, name)) for name in names}
-    settings["model"] = fingerprint(launch.model).hex()
-    meets = partial(greet, group, settings)
+    meets = partial(greet, group, in_common(launch, names))
     return build(launch, clock, expert_ranks=expert_ranks, ranks=ranks, before_steps=meets)
 
 
@@ -114,6 +112,12 @@ def recorder(config: ProcessConfig, expert_ranks: ExpertRanks) -> Callable[[], N
             console.note(f"ess: record_expert_load {path} cannot be written: {error.strerror}")
 
     return record
+
+
+def in_common(launch: Launch, names: Sequence[str]) -> dict[str, str]:
+    """What ranks that meet compare: these settings, and the model."""
+    settings = {name: str(getattr(launch.config, name)) for name in names}
+    return settings | {"model": fingerprint(launch.model).hex()}
 
 
 def greet(group: Group, mine: dict[str, str]) -> None:
