@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ess.kernels.streams import Event, Lane, RowCopy
 
@@ -31,12 +31,17 @@ class Marks(Protocol):
         """Done when everything that is queued now is."""
 
 
+class Waiting(NamedTuple):
+    event: Landing
+    commit: Commit
+
+
 class Pending:
     """What waits for copies that another owner has queued, in the order of their lane."""
 
     def __init__(self, lane: Marks) -> None:
         self._lane = lane
-        self._pending: deque[tuple[Landing, Commit]] = deque()
+        self._pending: deque[Waiting] = deque()
 
     @property
     def pending_count(self) -> int:
@@ -44,20 +49,19 @@ class Pending:
 
     def track(self, event: Landing, commit: Commit) -> None:
         """`commit` once this has landed, and all that was under way before it."""
-        self._pending.append((event, commit))
+        self._pending.append(Waiting(event, commit))
 
     def after(self, commit: Commit) -> None:
         """`commit` once all that is under way now has landed; at once when nothing is."""
         if self._pending:
-            self._pending.append((self._lane.mark(), commit))
+            self._pending.append(Waiting(self._lane.mark(), commit))
         else:
             commit()
 
     def settle(self) -> None:
         """Commit what has landed; wait for nothing."""
-        while self._pending and self._pending[0][0].done():
-            _, commit = self._pending.popleft()
-            commit()
+        while self._pending and self._pending[0].event.done():
+            self._pending.popleft().commit()
 
     def settle_until(self, event: Landing) -> None:
         """Wait for `event` and commit everything submitted up to it."""
@@ -79,7 +83,7 @@ class Pending:
     def drain(self) -> None:
         """Waits for all. A wait that is broken off, as by Ctrl-C, loses no commit."""
         while self._pending:
-            self.settle_until(self._pending[0][0])
+            self.settle_until(self._pending[0].event)
 
 
 class InFlight(Pending):

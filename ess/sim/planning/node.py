@@ -114,4 +114,4 @@ def node_of(gpu: str) -> Node:
 
 def sources_of(gpu: str) -> Mapping[str, str]:
     """Where the figures of that node come from."""
-    return TRAY_SOURCES if gpu == "gb200" else SOURCES
+    return TRAY_SOURCES if node_of(gpu) == TRAY else SOURCES

@@ -52,6 +52,10 @@ class TrainingPlace:
     total_steps: int = 0
     tokens: int = 0
 
+    def enter_next(self) -> None:
+        self.stage_at += 1
+        self.step, self.sequences, self.active_s = 0, 0, 0.0
+
 
 def save_state(path: Path, common: Common, place: TrainingPlace) -> None:
     """Everything a run needs to go on, renamed into place when it is complete."""
@@ -198,8 +202,7 @@ class Run:
             progress.update(bar, completed=self.place.active_s, number=self.recent[-1])
         self.weigh()
         self.recent.clear()
-        place = self.place
-        place.stage_at, place.step, place.sequences, place.active_s = place.stage_at + 1, 0, 0, 0.0
+        self.place.enter_next()
         save_state(self.state, self.common, self.place)
 
     def run(self) -> None:
