@@ -255,8 +255,8 @@ class Offload:
         return count_on_disk(self.owner, token_ids("tokens", tokens), salt=salt)
 
     def load(self) -> None:
-        """Takes notice of pages that have come from the disk: sequences that still wait for some
-        are `is_loading`. A prompt is computed from the first page on that could not be read."""
+        """Marks pages that have come from the disk: sequences that still wait for some are
+        `is_loading`. A prompt is computed from the first page on that could not be read."""
         self.owner.require()
         if self._pools.shelf is not None:
             self._pools.shelf.settle()

@@ -87,7 +87,7 @@ def launched(alone, monkeypatch):
 
 
 class Mirror(OneTeam):
-    """A rank whose only other one does as it does."""
+    """A rank of two; the other does the same."""
 
     size = 2
 

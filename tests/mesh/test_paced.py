@@ -56,7 +56,7 @@ def test_no_more_enter_than_the_target_allows_by_the_clock_of_rank_0():
     clocks = {0: LoadClock(step_s=0.02, query_s=0.01), 1: LoadClock(step_s=9.0, query_s=9.0)}
     shape = Shape(pp=2, chunks=6)
     counts, made = run_mesh(shape, act, modes="none", tpot_ms=45.0, clock_of=clocks.get)
-    assert (counts[0], max(counts)) == (1, 3), "one alone, then two, and the one that was resumed"
+    assert (counts[0], max(counts)) == (1, 3), "a request alone, then two, and the resumed request"
     assert made[0].reason == "cancelled"
     assert [each.output for each in made[1:]] == [expected("v32", 1, 40)] * 5
 

@@ -290,7 +290,7 @@ def beside_a_stalled_reader(*, stall_s: float) -> Iterator[Served]:
             yield served
 
 
-def test_a_reader_that_stalls_slows_nobody():
+def test_other_clients_are_answered_beside_a_reader_that_stalls():
     with beside_a_stalled_reader(stall_s=600.0) as served:
         made = served.client().completions.create(model="test-model", prompt="x", max_tokens=2000)
         assert made.usage.completion_tokens == 2000

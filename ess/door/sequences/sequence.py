@@ -228,8 +228,8 @@ class Sequence:
             self._shelf.land(self._load, page_count)
 
     def wait(self) -> None:
-        """Waits until all that it needs has come from the disk; `Offload.load` takes notice of
-        it."""
+        """Waits until all pages that it needs have come from the disk. The next `Offload.load`
+        marks them."""
         if self._load is not None:
             self._load.loading.wait()
 

@@ -43,10 +43,10 @@ def leave_signals_to_parent() -> None:
 
 
 def stay_with_lead() -> None:
-    """A process on another machine than the lead is told by LEAVE that its node is to end. Until
-    here that has ended it, since it may wait for a lead that never comes. From here on requests
-    may need it until the lead ends, and its parent waits for that. It is called before the lead is
-    told that this process has loaded, as the lead takes requests from then on."""
+    """LEAVE tells a process on another machine than the lead's that its node is to end. Before this
+    call LEAVE ends the process, which may wait for a lead that never comes. Behind it the process
+    ignores LEAVE: requests may need it until the lead ends, and the node waits for that. The call
+    comes before the lead hears that this process has loaded, since the lead takes requests then."""
     signal.signal(LEAVE, signal.SIG_IGN)
 
 

@@ -15,7 +15,8 @@ from ess.pool.disk.writer import Copy
 
 
 class Elsewhere:
-    """Has and reads all that it is asked for: how much of that counts, all processes agree."""
+    """Says of every page that it has it, and that it has read it: how many pages count, all
+    processes agree."""
 
     def __init__(self, page_bytes: int) -> None:
         self.page_bytes = page_bytes

@@ -72,8 +72,8 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
 
 def _on(gpu: str, setup: Setup) -> Iterator[tuple[str, Setup]]:
-    """Another GPU, in its own node. If that is another node, and the one asked for has figures of
-    its own, it is not known which of them the other node would have: then there is no such plan."""
+    """The same question of another GPU, in the node that it comes in. Not if the nodes differ and
+    the question gives figures of its node: nothing says which of them the other node would have."""
     ask, was, node = setup.ask, node_of(setup.gpu), node_of(gpu)
     if node == was:
         yield f"--gpu {gpu}", replace(setup, gpu=gpu)

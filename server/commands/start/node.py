@@ -10,7 +10,7 @@ rank 0 decides when to give up.
 
 A signal that ends this process has often been sent to the server too: by Slurm, by torchrun, or
 with all pods of a group. The server drains then, and its requests need the ranks here. So these go
-on until rank 0 has ended, for the time of a drain at most; a second SIGINT ends them at once.
+on until rank 0 has ended, for the time of a drain at most; SIGINT ends them at once then.
 """
 
 from __future__ import annotations
